@@ -3,24 +3,23 @@
  * readers.c - checks what continuously reading GPU work would see during a BIND of the patched driver.
  *
  * A reader looks up an address in the page tables, so its view changes only when they are written. While BINDs are in
- * flight, each entry that the engine writes passes through here, and every unit (64 KB) whose translation depends on
- * the entry is compared before and after. That covers all addresses at every moment, as a GPU with empty TLBs sees
- * them. Stale TLB entries are the subject of tlb.c.
+ * flight, each entry that the engine writes passes through here, and every unit (64 KB) whose translation depends on the
+ * entry is compared before and after. That covers all addresses at every moment, as a GPU with empty TLBs sees them.
+ * Stale TLB entries are the subject of tlb.c.
  *
  * Rules (uvm_vmem_ioctl.h), for the reservations that a BIND in flight works on:
  *   - a unit that no BIND in flight names does not change (SOFTGPU_ERROR_GAP);
  *   - a unit that a BIND names changes once, from the old translation to the new one (SOFTGPU_ERROR_NEITHER). It may be
  *     absent in between only if its slot changes between a 2 MB page and a table, and never if it was sparse;
- *   - a mapped unit is cached by the GPU if it is the GPU's own memory, and otherwise not (SOFTGPU_ERROR_CACHED), as
- *   UVM
+ *   - a mapped unit is cached by the GPU if it is the GPU's own memory, and otherwise not (SOFTGPU_ERROR_CACHED), as UVM
  *     does it.
  *
  * BINDs are observed through the driver's tracepoints: uvm_vmem_bind_op comes before anything is written,
- * uvm_vmem_bind_sent when all pushes are in the rings, uvm_vmem_bind when the call returns. A BIND is in flight until
- * the engine has executed the entries put into the rings between the first two, whatever the call returned: a call that
- * a signal ends leaves its pushes behind. Entries that other calls put there in that time count too, as they cannot be
- * told apart. So once the call has returned, the BIND is held responsible for writes of pushes from that time only, and
- * not for later ones, such as those of a FREE that has waited for it.
+ * uvm_vmem_bind_sent when all pushes are in the rings, uvm_vmem_bind when the call returns. A BIND is in flight until the
+ * engine has executed the entries put into the rings between the first two, whatever the call returned: a call that a
+ * signal ends leaves its pushes behind. Entries that other calls put there in that time count too, as they cannot be told
+ * apart. So once the call has returned, the BIND is held responsible for writes of pushes from that time only, and not for
+ * later ones, such as those of a FREE that has waited for it.
  */
 #include <linux/file.h>
 #include <linux/module.h>
@@ -79,8 +78,7 @@ struct bind {
 	u32 reports;
 };
 
-/* Protects everything below, and the channels' positions (channel->get, ->fetched). Taken with or without model.lock.
- * */
+/* Protects everything below, and the channels' positions (channel->get, ->fetched). Taken with or without model.lock. */
 static DEFINE_SPINLOCK(lock);
 static LIST_HEAD(binds); /* BINDs in flight, oldest first */
 static u64 binds_seen, units_seen;
@@ -191,8 +189,8 @@ static bool answers(const struct bind *bind)
 
 /* ---- descriptors --------------------------------------------------------------------------------------- */
 
-/* Returns the file whose ioctl the calling thread is in: two descriptors of one process may have reservations at the
- * same addresses, and nothing else distinguishes them here. It is only compared, never dereferenced. */
+/* Returns the file whose ioctl the calling thread is in: two descriptors of one process may have reservations at the same
+ * addresses, and nothing else distinguishes them here. It is only compared, never dereferenced. */
 const void *sg_descriptor_of_caller(void)
 {
 	unsigned long args[6];
@@ -301,8 +299,7 @@ bool sg_readers_watch(const struct sg_space *space)
 	return space->user && !list_empty(&binds);
 }
 
-/* Returns the next state of a unit that a BIND names, or -1 for a forbidden change. No BIND removes a directory's
- * tables. */
+/* Returns the next state of a unit that a BIND names, or -1 for a forbidden change. No BIND removes a directory's tables. */
 static int next_state(unsigned long state, u8 level, const struct sg_sight *before, const struct sg_sight *after)
 {
 	bool whole = level == SG_LEVEL_PDE0;
@@ -384,8 +381,8 @@ void sg_readers_counters(struct softgpu_counters *out)
 /* ---- the driver's tracepoints -------------------------------------------------------------------------- */
 
 /*
- * A tracepoint runs in the process whose allocations a test makes fail one by one (fail-nth). Our allocations are
- * exempt: a BIND that is not recorded would look like a gap.
+ * A tracepoint runs in the process whose allocations a test makes fail one by one (fail-nth). Our allocations are exempt:
+ * a BIND that is not recorded would look like a gap.
  */
 static unsigned int spare(void)
 {
