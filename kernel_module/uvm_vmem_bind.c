@@ -10,9 +10,9 @@
 //   commit     the staged content to the slots, and move the references to objects accordingly
 //   wait       unless the caller wants a ticket
 //
-// Before the first push no GPU and no other call sees a change, and every failure is rolled back (only page tables that
-// a slot of a BIG reservation was given stay with it). Beginning a push fails only after a fatal error; it is then
-// unknown what the GPU did with earlier pushes, and the reservation is marked broken.
+// Before the first push no GPU and no other call sees a change, and every failure is rolled back (except that
+// page tables allocated for a slot of a BIG reservation stay). Beginning a push fails only after a fatal error; it is
+// then unknown what the GPU did with earlier pushes, and the reservation is marked broken.
 
 #include <linux/sched/signal.h>
 #include <linux/sort.h>

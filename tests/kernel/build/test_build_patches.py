@@ -49,7 +49,7 @@ diff --git a/kernel-open/nvidia-uvm/uvm.c b/kernel-open/nvidia-uvm/uvm.c
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A tree of one file."""
+    """A source tree with one file."""
     (tmp_path / "tree" / "nvidia-uvm").mkdir(parents=True)
     (tmp_path / "tree" / "nvidia-uvm" / "uvm.c").write_text(FILE)
     return tmp_path / "tree"
@@ -118,7 +118,7 @@ def test_a_version_before_all_series_is_told(version: str) -> None:
 
 @pytest.fixture
 def newest(tmp_path: Path, patch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table of one series, of version 595.45.04."""
+    """A table with one series, for version 595.45.04."""
     folder = tmp_path / "patches" / "595.45.04"
     folder.mkdir(parents=True)
     patch.rename(folder / patch.name)
@@ -246,7 +246,7 @@ def test_what_the_module_relies_on_is_as_it_was_read(tmp_path: Path) -> None:
     except KernelBuildError as error:
         pytest.skip(str(error).splitlines()[0])
     assert check_contracts(source, version) == []
-    # A version in which get_ptes would write what others have written.
+    # A version in which get_ptes would overwrite entries of other callers.
     (tmp_path / "nvidia-uvm").mkdir()
     text = (source / "nvidia-uvm/uvm_mmu.c").read_text(encoding="utf-8")
     early = "    if (range->page_size != UVM_PAGE_SIZE_512M)\n        return NV_OK;\n"
