@@ -3,9 +3,9 @@
  * vmem.h - fine-grained virtual memory for GPUs (and for the host).
  *
  * Vocabulary
- *   granule      the smallest page of a context, a power of two (64 KiB unless asked otherwise).
- *   page         a unit of physical memory: granule x 2^k. vmem_info.page_sizes has the sizes of a back end.
- *   slab         one large physical allocation made with the driver; pages are cut from slabs.
+ *   granule      the smallest page of a context, a power of two (64 KiB unless requested otherwise).
+ *   page         a unit of physical memory: granule x 2^k. vmem_info.page_sizes lists a back end's page sizes.
+ *   slab         one large physical allocation from the driver; pages are cut from slabs.
  *   run          pages that are adjacent both physically and virtually; one driver call maps a run.
  *   reservation  a range of virtual addresses with no memory behind it.
  *   large page   a page of 2 MiB in a context with a smaller granule. Large pages are cut from their own
@@ -17,7 +17,7 @@
  *                and begin at a multiple of 2 MiB in their slab; a call that populates 2 MiB or more gets such pages.
  *                Part of a large entry cannot be unmapped or replaced; a batch with VMEM_OP_SPLIT splits the entry
  *                first, and vmem_join merges small entries where it can.
- *   handle       a reference to physical pages, made by vMemCreate or vmem_retain.
+ *   handle       a reference to physical pages, created by vMemCreate or vmem_retain.
  *   mapping      the range that one vMemMap mapped (a partial unmap may cut it in two).
  *   batch        map and unmap operations that succeed or fail as one.
  *   ticket       identifies a batch given to the worker thread, and holds its result until vmem_ticket_drop.
@@ -102,8 +102,8 @@ typedef uint64_t vmem_handle; /* physical pages; never 0. A released handle give
 typedef uint64_t vmem_ticket; /* a submitted batch; never 0 */
 
 #define VMEM_MAX_DEVICES 16
-#define VMEM_MAX_PENDING 4096  /* unfinished batches of a context */
-#define VMEM_MAX_TICKETS 65536 /* undropped tickets of a context: about 100 bytes each, 740 if the batch is
+#define VMEM_MAX_PENDING 4096  /* limit on unfinished batches per context */
+#define VMEM_MAX_TICKETS 65536 /* limit on undropped tickets per context: about 100 bytes each, 740 if the batch is
                                   unfinished or failed; so at most 7 MB, or 48 MB if all failed */
 #define VMEM_KEEP_ALL UINT64_MAX
 
@@ -160,7 +160,7 @@ struct vmem_open_opts {
                             a context could take from the driver, divided by the devices; others: no limit) */
   vmem_log_fn log;       /* called from vmem_open to the end of vmem_close; NULL = no log. Calls that
                             need no driver memory log nothing */
-  void *log_arg;         /* its first argument */
+  void *log_arg;         /* the first argument of `log` */
   uint32_t log_level;    /* the most verbose level logged: VMEM_LOG_*; 0 = VMEM_LOG_INFO */
   uint32_t log_reserved; /* 0 */
 };
@@ -228,7 +228,7 @@ struct vmem_error {
   size_t size;
   int32_t code;         /* negative errno, 0 = none yet */
   uint32_t status;      /* driver status: CUresult or RM status; 0 = none */
-  char status_name[48]; /* its name, "" = none */
+  char status_name[48]; /* the status's name, "" = none */
   char op[24];          /* the function that failed */
   uint64_t addr, bytes; /* the range or size in question, 0 = none */
   uint64_t limit;       /* the limit that was reached, 0 = none */
@@ -307,7 +307,7 @@ struct vmem_range_info {
   uint64_t base, bytes;    /* the reservation */
   uint64_t mapped_bytes;   /* within the reservation */
   uint64_t segments;       /* within the reservation */
-  uint64_t run_bytes;      /* bytes from the address's granule on that are in the same state, in one run */
+  uint64_t run_bytes;      /* bytes from the start of the address's granule in the same state and the same run */
   uint32_t flags;          /* VMEM_RANGE_* of the address */
   uint32_t reserved;
   uint64_t entry_bytes;    /* size of the page-table entry that maps the address: 4 KiB, 64 KiB or 2 MiB; 0 = not
@@ -365,8 +365,8 @@ VMEM_API int vmem_drop(vmem_t vm, vmem_handle handle);
 /* Creates a handle to the pages behind [addr, addr + bytes), all of which must be mapped. */
 VMEM_API int vmem_retain(vmem_t vm, uint64_t addr, uint64_t bytes, vmem_handle *handle);
 
-/* The same for `count` pieces (0 = 1) whose starts are `stride` apart, as in a 2-D copy. They are contiguous in the
- * handle, so that one VMEM_OP_MAP of the same number of pieces maps them elsewhere. */
+/* Like vmem_retain, for `count` pieces (0 = 1) whose starts are `stride` apart, as in a 2-D copy. They are contiguous
+ * in the handle, so that one VMEM_OP_MAP of the same number of pieces maps them elsewhere. */
 VMEM_API int vmem_gather(vmem_t vm, uint64_t addr, uint64_t bytes, uint64_t count, uint64_t stride,
                          vmem_handle *handle);
 
@@ -431,14 +431,14 @@ enum vmem_op_kind {
                                       a batch is refused (-EINVAL), unless its operations together cover the whole
                                       block */
 
-/* One operation on `count` pieces of `bytes` bytes, `stride` apart (as in a 2-D copy). */
+/* An operation on `count` pieces of `bytes` bytes, `stride` apart (as in a 2-D copy). */
 struct vmem_op {
   uint32_t op;        /* enum vmem_op_kind */
   uint32_t flags;     /* VMEM_OP_* */
   uint64_t addr;
-  uint64_t bytes;     /* of one piece */
+  uint64_t bytes;     /* size of one piece */
   uint64_t count;     /* pieces; 0 = 1 */
-  uint64_t stride;    /* between the starts of pieces; ignored with one piece */
+  uint64_t stride;    /* distance between the starts of pieces; ignored with one piece */
   vmem_handle handle; /* MAP */
   uint64_t offset;    /* MAP */
   uint32_t location;  /* POPULATE: enum vmem_location */
@@ -448,9 +448,9 @@ struct vmem_op {
   /* POPULATE with COPY. The source must be mapped and need not be aligned. No call may change it before the batch is
    * finished; unmapping it gives -EBUSY until then. */
   uint64_t src;        /* address of the first piece's contents */
-  uint64_t src_stride; /* between the sources of the pieces; 0: all pieces copy the same source */
-  uint64_t src_bytes;  /* copied per piece; 0 = bytes. The remainder of the piece is zero */
-  uint64_t offset_stride; /* MAP: between the pieces' pages in the handle, a multiple of the page size; 0 = bytes */
+  uint64_t src_stride; /* distance between the pieces' sources; 0: all pieces copy the same source */
+  uint64_t src_bytes;  /* bytes copied per piece; 0 = bytes. The remainder of the piece is zero */
+  uint64_t offset_stride; /* MAP: distance between the pieces' offsets, a multiple of the page size; 0 = bytes */
   uint64_t reserved[2];   /* 0, else -EINVAL. For later fields, as the elements of an array have no size field */
 };
 

@@ -188,7 +188,7 @@ static int open_context(const struct vm_backend *be, const struct vmem_open_opts
     VM_UNDO(tear_down(c));
     return err;
   }
-  log_opened(c, o->backend); /* before it can be closed */
+  log_opened(c, o->backend); /* now, because another thread may close it later */
   if ((err = vm_registry_add(c, vm))) VM_UNDO(tear_down(c));
   return err;
 }

@@ -20,8 +20,8 @@ struct vm_driver {
   uint64_t mappings;      /* live map calls in reservations */
   uint64_t aliases;       /* live map calls of slabs' own mappings */
   uint64_t large_entries; /* live entries of 2 MiB in reservations */
-  uint64_t splits, joins; /* of large entries, since the context was opened */
-  struct vm_room planned; /* upper bound of what unfinished plans add */
+  uint64_t splits, joins; /* totals of large entries since the context was opened */
+  struct vm_room planned; /* upper bound on what unfinished plans add */
   /* atomics */
   uint64_t map_calls, unmap_calls, slab_calls, fill_calls, ns, worker_ns;
 };

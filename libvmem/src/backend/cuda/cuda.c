@@ -20,7 +20,7 @@ struct cuda {
   uint64_t granule;
   bool host_pages;
   bool read_only;
-  int host_node; /* NUMA node of host pages: the one next to devices[0] */
+  int host_node; /* NUMA node of host pages: the node closest to devices[0] */
 };
 
 static struct gpu_alloc_prop prop_for(const struct cuda *c, uint32_t location, uint32_t index) {
@@ -198,7 +198,7 @@ static int cuda_open(const struct vmem_open_opts *opts, struct vm_be_info *info,
   struct cuda *c = calloc(1, sizeof(*c));
   struct vmem_error before;
   int err;
-  vm_error_save(&before); /* the tries below may record errors that are not the caller's */
+  vm_error_save(&before); /* the attempts below may record errors that do not concern the caller */
   if (!c) return vm_fail(-ENOMEM, "heap: %zu bytes", sizeof(*c));
   err = gpu_open(opts->devices, opts->num_devices, &c->base.gpu);
   if (err) {

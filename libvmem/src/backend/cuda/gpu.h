@@ -25,7 +25,7 @@ struct gpu_device {
   bool mig;
   bool mps;
   char name[64];
-  struct gpu_event *free_events; /* under event_lock */
+  struct gpu_event *free_events; /* protected by event_lock */
 };
 
 /* Streams for fills that wait for events, which may never complete: up to this many blocked fills do

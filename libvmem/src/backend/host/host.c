@@ -31,7 +31,7 @@
 #include "base/context.h"
 #include "base/fd.h"
 
-#define VMA_MARGIN 256u   /* for an undo, thread stacks and libraries loaded later */
+#define VMA_MARGIN 256u   /* reserved for an undo, thread stacks and libraries loaded later */
 #define VMA_RECOUNT 4096u /* new pieces after which the rest of the process is counted again */
 #define VMA_PAUSE 10      /* after a refusal, wait this many times the duration of a count before counting again */
 #define SPARES 4
