@@ -678,7 +678,7 @@ void uvm_vmem_debug_process(uvm_vmem_state_t *state);
 // Record a batch that is about to be sent. LOCKING: Caller has claimed the range.
 void uvm_vmem_debug_batch(uvm_vmem_range_t *range, NvU32 num_ops, NvU64 first_unit, NvU64 last_unit);
 
-// Log that the last batch failed after a part of it was sent.
+// Log that the last batch failed after part of it was sent.
 //
 // LOCKING: Caller has claimed the range, or holds the VA space lock for read or write.
 void uvm_vmem_debug_failed(uvm_vmem_range_t *range, int error);

@@ -61,7 +61,7 @@
  *   -EEXIST           map over a live mapping
  *   -EFAULT           unmap of, or access to, an address with nothing mapped
  *   -EACCES           write to a read-only mapping; or a device node that this user may not open
- *   -ERANGE           beyond the end of the handle, or in a part of it that was dropped
+ *   -ERANGE           beyond the end of the handle, or in part of it that was dropped
  *   -EBUSY            live mappings (vMemFree, vMemRelease); a range being changed; a page that a batch has yet
  *                     to zero
  *   -ENOMEM           not enough physical memory: the device's, the context's limit, or the heap
@@ -370,7 +370,7 @@ VMEM_API int vmem_retain(vmem_t vm, uint64_t addr, uint64_t bytes, vmem_handle *
 VMEM_API int vmem_gather(vmem_t vm, uint64_t addr, uint64_t bytes, uint64_t count, uint64_t stride,
                          vmem_handle *handle);
 
-/* Drops the caller's reference to a part of a handle's pages: `count` pieces (0 = 1) of `bytes` bytes, the
+/* Drops the caller's reference to part of a handle's pages: `count` pieces (0 = 1) of `bytes` bytes, the
  * first at `offset`, `stride` apart; multiples of the page size. Pages that no mapping or other handle refers to
  * return to the pool. The remaining pages keep their offsets; mapping or dropping the dropped ones gives -ERANGE. */
 VMEM_API int vmem_drop_range(vmem_t vm, vmem_handle handle, uint64_t offset, uint64_t bytes, uint64_t count,

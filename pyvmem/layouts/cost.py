@@ -133,7 +133,7 @@ class Cost:
 
 
 def page_table_bytes(page_size: int) -> int:
-    """Returns the bytes of the GPU's page table for a page.
+    """Returns the number of bytes of the GPU's page table for a page.
 
     An entry takes 8 bytes. Pages of 128 and 256 KB take two and four adjacent entries of 64 KB; a
     page of 2 MB takes one entry of the level above, which the hardware reads as 16 bytes.
@@ -241,7 +241,7 @@ def _floor_power(value: int) -> int:
 
 
 def _most_waste(layout: Layout, choice: Choice, unit: int) -> int:
-    """Returns the bytes of `Cost.waste_bound` for one layer group."""
+    """Returns the number of bytes of `Cost.waste_bound` for one layer group."""
     config = layout.config
     if layout.state:
         return (layout.slot_pages * layout.page_size - layout.row_bytes) * layout.num_tensors

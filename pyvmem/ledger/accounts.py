@@ -788,7 +788,7 @@ class Account:
         return self._get("used")
 
     def room(self, free: int | None = None) -> int:
-        """Returns the bytes that `take` would grant now; `free`: unused memory of the device."""
+        """Returns how many bytes `take` would grant now; `free`: unused memory of the device."""
         try:
             with self._locked():
                 return self._room(free)
@@ -835,7 +835,7 @@ class Account:
         self._change(lambda: self.ledger.put(self.slot, "pending", self._get("used") - mapped))
 
     def give(self, nbytes: int, handles: int = 0) -> None:
-        """Returns the bytes of unmapped pages."""
+        """Gives the bytes of unmapped pages back."""
 
         def change() -> None:
             self._add("used", -nbytes)
@@ -919,14 +919,14 @@ class Account:
         return used > max(part // parts, self._get("floor"))
 
     def _short_of(self, slot: int, live: list[int], free: int | None) -> int:
-        """Returns the bytes that another engine recently wanted and had no room for."""
+        """Returns the number of bytes that another engine recently wanted and had no room for."""
         word = self.ledger.word
         if slot == self.slot or time.monotonic_ns() - word(slot, "want_ns") >= _STALE_NS:
             return 0
         return max(0, word(slot, "want") - self._room_of(slot, live, free))
 
     def _room_of(self, slot: int, live: list[int], free: int | None) -> int:
-        """Returns the bytes that capacity and free device memory leave for an engine."""
+        """Returns the number of bytes that capacity and free device memory leave for an engine."""
         ledger, word = self.ledger, self.ledger.word
         others = [other for other in live if other != slot]
         room = 1 << 63

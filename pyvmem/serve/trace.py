@@ -83,7 +83,7 @@ class Replay:
         return step
 
     def _used(self, tokens: int) -> int:
-        """Returns the bytes of the rows of this many tokens; a state counts as a single row."""
+        """Returns the size in bytes of the rows of this many tokens; a state counts as one row."""
         return sum(
             (min(tokens, 1) if one.state else tokens) * one.row_bytes * one.num_tensors
             for one in self._layouts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Places vLLM's KV tensors on the pool's memory, without replacing a function of vLLM.
+"""Places vLLM's KV tensors on the pool's memory, without replacing a vLLM function.
 
 vLLM's worker allocates each KV tensor by one call of `torch.zeros`, of int8, in the context
 returned by its method `_maybe_get_memory_pool_context`. Our worker returns a `KVTensorMode`, a

@@ -558,7 +558,7 @@ class Ranks:
         return max(map(int, self._all("compact", [nbytes, step])))
 
     def free(self) -> int | None:
-        """Returns the bytes that every rank could map at the last growth or `poll`.
+        """Returns the number of bytes that every rank could map at the last growth or `poll`.
 
         None on the CPU, where they are unknown.
         """

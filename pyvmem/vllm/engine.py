@@ -154,7 +154,7 @@ class ElasticEngine:
 
     @staticmethod
     def _least(config: Any, groups: Any, geometry: Geometry) -> int:
-        """Returns the bytes that one request of `max_model_len` tokens needs."""
+        """Returns the number of bytes that one request of `max_model_len` tokens needs."""
         blocks = 1
         for group in groups:
             spec = group.kv_cache_spec
@@ -488,7 +488,7 @@ class ElasticEngine:
         return min(1.0, self.used_blocks() / max(1, most))
 
     def live_bytes(self) -> int:
-        """Returns the bytes of pages with used or cached blocks or the null block."""
+        """Returns the number of bytes of pages with used or cached blocks or the null block."""
         every = range(self.pool.num_gpu_blocks)
         return self.backing.live_bytes(
             b for b in every if self.backing.is_backed(b) and b not in self.idle

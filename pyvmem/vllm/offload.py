@@ -159,7 +159,7 @@ def _sizes(asked: Any) -> Iterator[str]:
 
 
 def host_bytes(config: Any) -> int:
-    """Returns the bytes of host memory that all ranks use for KV offloading; 0 without it."""
+    """Returns how much host memory, in bytes, all ranks use for KV offloading; 0 without it."""
     transfer = config.kv_transfer_config
     if getattr(transfer, "kv_connector", None) != "OffloadingConnector":
         return 0

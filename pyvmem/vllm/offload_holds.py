@@ -32,7 +32,7 @@ class _Store:
     """A store to host memory that a step has ordered.
 
     Attributes:
-        step: number of that step; the workers start the store by the next step at the latest.
+        step: number of that step; the workers start the store no later than the next step.
         blocks: blocks that the store reads.
         keys: the keys by which vLLM's manager identifies it.
         pending: number of ranks that have not reported it yet.
@@ -148,7 +148,7 @@ class Holds:
 
     @property
     def host_cached(self) -> int:
-        """Returns the bytes of prefixes that each rank keeps in host memory."""
+        """Returns the number of bytes of prefixes that each rank keeps in host memory."""
         return self._chunks * self._manager.chunk_bytes if self.on else 0
 
     def __contains__(self, block: int) -> bool:

@@ -150,7 +150,7 @@ def reasons_against(config: Any) -> Iterator[str]:
         yield "scheduler_cls (the pool has its own scheduler)"
     yield from offload.reasons_against(config)
     if getattr(parallel, "enable_dbo", False):
-        yield "enable_dbo (several streams launch concurrently)"
+        yield "enable_dbo (it launches work on several streams at once)"
     parts = getattr(parallel, "prefill_context_parallel_size", 1)
     if parts > 1:
         yield (

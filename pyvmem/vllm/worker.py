@@ -75,7 +75,7 @@ class ElasticWorker:
             self.requested_memory = int(total * asked)
 
     def _count_others(self) -> int:
-        """Returns the bytes that other engines hold on this GPU, per the ledger; 0 on a CPU."""
+        """Returns how many bytes other engines hold on this GPU, per the ledger; 0 on a CPU."""
         if self.device.type != "cuda" or self._settings.ledger is None:
             return 0
         import torch
@@ -219,7 +219,7 @@ class ElasticWorker:
         return self._server.listen(get_ip())
 
     def _headroom(self) -> int:
-        """Returns the bytes that torch may still allocate: up to its peak so far, and a margin."""
+        """Returns how many bytes torch may still allocate: up to its peak so far, and a margin."""
         if self.device.type != "cuda":
             return 0
         import torch

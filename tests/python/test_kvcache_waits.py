@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 @pytest.fixture
 def work() -> Iterator[FdEvent]:
-    """Yields GPU work that completes at the end of the test at the latest."""
+    """Yields GPU work that completes no later than the end of the test."""
     with FdEvent.create() as event:
         yield event
         event.set()

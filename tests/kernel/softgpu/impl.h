@@ -64,7 +64,7 @@
 struct sg_frame {
 	u64 word;           /* value of each 64-bit word in the parts that are not backed */
 	void **part;        /* NULL or SG_SUBPAGES pointers, each NULL or 4 KB */
-	u32 mappings;       /* PTEs of user spaces that map a part of it */
+	u32 mappings;       /* PTEs of user spaces that map part of it */
 	u64 cleared[SOFTGPU_MAX_GPUS]; /* when each GPU last lost a translation to the frame (membars.c) */
 	u16 tables;         /* live tables in the frame (tables.c) */
 	u8 poison;          /* `word` is the poison: never written */

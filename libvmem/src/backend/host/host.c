@@ -270,7 +270,7 @@ static const struct vm_backend host_counted;
 
 #define EMPTY (MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE)
 
-/* Maps a part of the file without letting children inherit it; NULL: anywhere. On MAP_FAILED, the range is either
+/* Maps part of the file without letting children inherit it; NULL: anywhere. On MAP_FAILED, the range is either
  * unchanged or empty, with the protection `empty`. */
 static void *share(struct host *h, void *addr, uint64_t bytes, int prot, uint64_t offset, int empty) {
   void *p;
@@ -319,7 +319,7 @@ static bool give_spare(struct host *h) {
   return given;
 }
 
-/* Returns the bytes of all contexts' slabs that are untouched and therefore not allocated yet; *held: the others. */
+/* Returns how many bytes of all contexts' slabs are untouched and therefore not allocated yet; *held: the others. */
 static uint64_t promised(uint64_t *held) {
   uint64_t all = 0;
   *held = 0;
