@@ -388,7 +388,7 @@ static int stage_op(bind_t *bind, const bind_op_t *op, bind_stage_t *stage)
     return 0;
 }
 
-// Choose the state of the slot's entry in the table above, after all operations on the slot.
+// Choose the state of the slot's entry in the parent table, after all operations on the slot.
 //
 // When that entry changes between a 2 MB PTE and a table, the whole slot is invalid for a moment. Only addresses that
 // the batch names may see that, unless the caller has said (CUT) that nothing uses the others.

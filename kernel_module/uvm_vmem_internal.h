@@ -153,7 +153,7 @@ typedef NvU64 uvm_vmem_entry_t;
 #define UVM_VMEM_ENTRY_INDEX_SHIFT 8
 #define UVM_VMEM_ENTRY_UNIT_SHIFT  32
 
-// The kind of a slot's entry in the table above, on each GPU. In a reservation without BIG it is SMALL or SPARSE.
+// The kind of a slot's entry in the parent table, on each GPU. In a reservation without BIG it is SMALL or SPARSE.
 typedef enum
 {
     UVM_VMEM_SLOT_EMPTY, // invalid
@@ -173,12 +173,12 @@ struct uvm_vmem_slot_struct
     NvU32 mapped;              // one bit per unit
     uvm_vmem_slot_state_t state;
 
-    // The reservation is BIG, or the slot was all sparse: vmem itself writes the entry in the table above, and tables
+    // The reservation is BIG, or the slot was all sparse: vmem itself writes the entry in the parent table, and tables
     // has a range for it.
     bool has_entry;
 
     // For each GPU of the reservation the table of PTEs (entry_count is 0 if not allocated); then, with has_entry, for
-    // each GPU the slot's own entry in the table above.
+    // each GPU the slot's own entry in the parent table.
     uvm_page_table_range_t tables[];
 };
 

@@ -12,6 +12,7 @@ import driver_patches
 import pytest
 from check_patches import Clone, check_clone, check_contracts, check_letters, check_on
 from driver_patches import (
+    MUTANTS,
     PATCHES,
     ambiguous_hunks,
     apply_patch,
@@ -297,7 +298,10 @@ def clone(tmp_path: Path) -> Clone:
     [
         (["535.98", "535.104.05"], None),
         (["535.98"], "535.104.05: 535.98 fits, series.json says None"),
-        (["535.98", "535.104.05", "535.104.06"], "535.104.06: in series.json, but has no public tag"),
+        (
+            ["535.98", "535.104.05", "535.104.06"],
+            "535.104.06: in series.json, but has no public tag",
+        ),
     ],
 )
 def test_every_public_version_is_in_the_table_or_found(
@@ -383,3 +387,9 @@ def test_a_mutant_is_applied_to_our_files_alone(
     assert kernel_files() == {"uvm_vmem_x.c": b"int a;\nint b;\nint c;\n"}
     with pytest.raises(KernelBuildError, match="no such mutant"):
         kernel_files("no-c")
+
+
+@pytest.mark.parametrize("mutant", sorted(path.stem for path in MUTANTS.glob("*.patch")))
+def test_every_mutant_applies(mutant: str) -> None:
+    """A changed comment in a patch's context would otherwise show only when its guest is built."""
+    assert kernel_files(mutant) != kernel_files()
