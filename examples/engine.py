@@ -32,7 +32,7 @@ from pyvmem.serve.model import ModelNotFound, encode, load
 
 @dataclass(eq=False)
 class Job:
-    """A prompt being served; `tokens` ends with the answer so far, `left` tokens remain."""
+    """A prompt being served; `tokens`: prompt and answer so far; `left`: tokens to generate."""
 
     tokens: list[int]
     left: int
@@ -60,7 +60,7 @@ def attend(
 
 
 class Engine:
-    """Greedy decoding of many prompts at once. A context manager; the caller closes the cache."""
+    """Decodes many prompts at once, greedily. A context manager; the caller closes the cache."""
 
     def __init__(self, model: Any, cache: RequestCache, eos: frozenset[int] = frozenset()) -> None:
         assert isinstance(cache.cache, KVCache), "this engine runs on one rank"
@@ -95,7 +95,7 @@ class Engine:
         return self.waiting[-1]
 
     def run(self) -> Iterator[tuple[Job, int]]:
-        """Yields tokens until all jobs are finished; sets `failed` of a job that does not fit."""
+        """Yields tokens until all jobs are finished; sets `failed` on a job that does not fit."""
         while self.waiting or self.running:
             self.admit()
             held = {job: request.length for job, request in self.running.items()}
@@ -105,7 +105,7 @@ class Engine:
                 yield from self.compute([job.tokens[held[job] :] for job in self.running])
 
     def lengths(self, more: int = 0) -> dict[Request, int]:
-        """The tokens that each running request is to hold, plus `more`, up to the slot size."""
+        """Returns the length that each running request needs, plus `more`, up to the slot size."""
         longest = self.cache.max_seq_len
         return {one: min(len(job.tokens) + more, longest) for job, one in self.running.items()}
 
@@ -152,14 +152,14 @@ class Engine:
         for job, token in found:
             job.tokens.append(token)
             job.left -= 1
-            if token in self.eos or not job.left:  # its rows are kept for the next turn
+            if token in self.eos or not job.left:  # keep its rows for the next turn
                 self.cache.release(self.running.pop(job), tokens=job.tokens)
                 self.preempted = False
         return found
 
 
 def main() -> None:
-    """Serves the prompts of the command line and prints tokens as they are generated."""
+    """Serves the prompts from the command line and prints tokens as they are generated."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("prompts", nargs="+")
     parser.add_argument("--model", help="a model's directory or GGUF file")
@@ -168,7 +168,7 @@ def main() -> None:
     args = parser.parse_args()
     if "" in map(str.strip, args.prompts):
         parser.error("argument prompts: an empty prompt has no answer")
-    converted = Path(__file__).resolve().parents[1] / "build" / "cache"  # by `make run`
+    converted = Path(__file__).resolve().parents[1] / "build" / "cache"  # where `make run` puts it
     if converted.is_dir():
         os.environ.setdefault("VMEM_CACHE_DIR", str(converted))
     device = "cuda" if torch.cuda.is_available() else "cpu"

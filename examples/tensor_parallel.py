@@ -29,7 +29,7 @@ MIB = 1 << 20
 
 
 def serve(cache: ParallelKVCache, iterations: int) -> int:
-    """Runs prefill, decoding and preemption; returns the tokens made, the same on all ranks."""
+    """Runs prefill, decoding and preemption; returns the number of tokens, equal on all ranks."""
     chance = random.Random(0)  # in place of a scheduler that sends its decisions to all ranks
     lens = [0] * cache.config.max_batch
     tokens = 0
@@ -44,10 +44,10 @@ def serve(cache: ParallelKVCache, iterations: int) -> int:
                 answer = cache.step(lens)
         except RankFailed as error:
             print(f"rank {dist.get_rank()}: {error}")
-            cache.recover()  # on every rank; the requests must be computed again
+            cache.recover()  # every rank does this; the requests must be recomputed
             lens = [0] * len(lens)
             continue
-        if answer == -1:  # on every rank
+        if answer == -1:  # -1 on every rank
             longest = max(range(len(lens)), key=lens.__getitem__)
             cache.free_reqid(longest)
             lens[longest] = 0

@@ -4,9 +4,8 @@
     python examples/vllm_share.py MODEL [--capacity 128M] [--requests 20]
 
 Each engine is a separate process, as two servers would be. While one answers a burst of requests,
-the other is idle; the table is `vmem top`'s. Exits with an error unless an engine had more than
-half of the memory, which is what a fixed split would have given it. Run it with a Python that has
-vLLM.
+the other is idle; the table is that of `vmem top`. Exits with an error unless an engine held more
+than half of the memory, its share under a fixed split. Run it with a Python that has vLLM.
 """
 
 from __future__ import annotations
@@ -126,7 +125,7 @@ def engine(name: str, args: argparse.Namespace, folder: Path) -> Iterator[Engine
 
 
 def main() -> int:
-    """Starts both, lets them take turns, and prints how much memory each had."""
+    """Starts both engines, lets them take turns, and prints how much memory each held."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="a directory, or a name that vLLM knows")
     parser.add_argument("--capacity", type=size, default=128 << 20, help="memory of both (128M)")

@@ -10,9 +10,9 @@
 //   commit     the staged content to the slots, and move the references to objects accordingly
 //   wait       unless the caller wants a ticket
 //
-// Before the first push no GPU and no other call sees a change, and every failure is rolled back (only page tables that
-// a slot of a BIG reservation was given stay with it). Beginning a push fails only after a fatal error; it is then
-// unknown what the GPU did with earlier pushes, and the reservation is marked broken.
+// Before the first push no GPU and no other call sees a change, and every failure is rolled back (except that
+// page tables allocated for a slot of a BIG reservation stay). Beginning a push fails only after a fatal error; it is
+// then unknown what the GPU did with earlier pushes, and the reservation is marked broken.
 
 #include <linux/sched/signal.h>
 #include <linux/sort.h>
@@ -388,7 +388,7 @@ static int stage_op(bind_t *bind, const bind_op_t *op, bind_stage_t *stage)
     return 0;
 }
 
-// Choose the state of the slot's entry in the table above, after all operations on the slot.
+// Choose the state of the slot's entry in the parent table, after all operations on the slot.
 //
 // When that entry changes between a 2 MB PTE and a table, the whole slot is invalid for a moment. Only addresses that
 // the batch names may see that, unless the caller has said (CUT) that nothing uses the others.

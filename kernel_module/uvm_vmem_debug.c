@@ -130,7 +130,7 @@ static const char *entry_text(uvm_vmem_range_t *range, NvU64 address)
     const char *text = "nothing mapped";
     uvm_vmem_slot_t *slot;
 
-    // While this lock is held, nobody can make a claim.
+    // No call can claim the reservation while this lock is held.
     if (!uvm_mutex_trylock(&range->state->lock))
         return "a batch is under way";
 
@@ -184,10 +184,10 @@ void uvm_vmem_fatal_fault(uvm_va_space_t *va_space, uvm_gpu_id_t gpu_id, const u
                        batch_text(range, text));
 }
 
-// One reader of the file.
+// The state of one open file.
 typedef struct
 {
-    // The reservation to dump. process 0: none was requested.
+    // The reservation to dump. process is 0 if none was requested.
     pid_t process;
     NvU64 address;
 
@@ -522,6 +522,6 @@ static const nv_proc_ops_t g_dump_file = {
 
 void uvm_vmem_debug_procfs_init(struct proc_dir_entry *dir)
 {
-    // A failure is ignored: only the file is missing then.
+    // Ignore a failure: only this file would be missing.
     (void)proc_create("vmem_dump", S_IRUSR | S_IWUSR, dir, &g_dump_file);
 }

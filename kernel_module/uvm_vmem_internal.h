@@ -47,14 +47,14 @@
 // Each slot costs a push and a TLB invalidate: at this limit 8,192 of them in one call.
 #define UVM_VMEM_MAX_EAGER_BYTES (1ull << 34)
 
-// The most units worked on before state->lock is released for a moment.
+// Maximum number of units processed before state->lock is briefly released.
 #define UVM_VMEM_STEP_UNITS 4096
 
 // Log2 of the address range that one directory of 2 MB entries covers (512 MB).
 #define UVM_VMEM_DIRECTORY_SHIFT 29
 
-// A handle has an index into the table of objects in its low bits, and above it the number of times the index had
-// wrapped: handles repeat after 2^32 objects.
+// The low bits of a handle are an index into the table of objects; the high bits count how often the index had
+// wrapped. Handles repeat after 2^32 objects.
 #define UVM_VMEM_INDEX_BITS 20
 #define UVM_VMEM_INDEX_MAX  ((1u << UVM_VMEM_INDEX_BITS) - 1)
 
@@ -115,7 +115,7 @@ struct uvm_vmem_store_struct
     NvU64 mapped_units;
 };
 
-// The pages of one CREATE.
+// The pages allocated by one CREATE.
 struct uvm_vmem_object_struct
 {
     uvm_vmem_store_t *store;
@@ -125,10 +125,10 @@ struct uvm_vmem_object_struct
     NvU32 pins;
     bool released;
 
-    // The store's GPU was unregistered; the pages went with it.
+    // The store's GPU was unregistered, which freed the pages.
     bool dead;
 
-    // Created with CONTIGUOUS: each 2 MB of it is contiguous in one chunk.
+    // Created with CONTIGUOUS: each 2 MB of the object is contiguous in one chunk.
     bool contiguous;
 
     NvU32 index;
@@ -139,7 +139,7 @@ struct uvm_vmem_object_struct
     // Once unreferenced: link in a list of objects whose pages are being returned, last first (uvm_vmem_object_reap).
     struct list_head node;
 
-    // For each page the address of its chunk, with the index of the page's first unit in the low 5 bits.
+    // For each page, the address of its chunk, with the index of the page's first unit in the low 5 bits.
     unsigned long pages[];
 };
 
@@ -153,7 +153,7 @@ typedef NvU64 uvm_vmem_entry_t;
 #define UVM_VMEM_ENTRY_INDEX_SHIFT 8
 #define UVM_VMEM_ENTRY_UNIT_SHIFT  32
 
-// The kind of a slot's entry in the table above, on each GPU. In a reservation without BIG it is SMALL or SPARSE.
+// The kind of a slot's entry in the parent table, on each GPU. In a reservation without BIG it is SMALL or SPARSE.
 typedef enum
 {
     UVM_VMEM_SLOT_EMPTY, // invalid
@@ -173,12 +173,12 @@ struct uvm_vmem_slot_struct
     NvU32 mapped;              // one bit per unit
     uvm_vmem_slot_state_t state;
 
-    // The reservation is BIG, or the slot was all sparse: vmem itself writes the entry in the table above, and tables
+    // The reservation is BIG, or the slot was all sparse: vmem itself writes the entry in the parent table, and tables
     // has a range for it.
     bool has_entry;
 
     // For each GPU of the reservation the table of PTEs (entry_count is 0 if not allocated); then, with has_entry, for
-    // each GPU the slot's own entry in the table above.
+    // each GPU the slot's own entry in the parent table.
     uvm_page_table_range_t tables[];
 };
 
@@ -305,7 +305,7 @@ struct uvm_vmem_state_struct
     NvU64 last_ticket;
     NvU32 num_tickets;
 
-    // Statistics. The atomic ones change without the lock.
+    // Statistics. The atomic counters change without the lock.
     atomic64_t kernel_bytes;
     atomic64_t charged[2];
     atomic64_t reserved_bytes;
@@ -318,7 +318,7 @@ struct uvm_vmem_state_struct
     atomic64_t table_waits;
     atomic64_t zeroed_bytes;
 
-    // The most units covered by one hold of the lock. Protected by the lock.
+    // Largest number of units covered by one hold of the lock. Protected by the lock.
     NvU32 most_units;
 };
 
@@ -343,8 +343,8 @@ void uvm_vmem_call_end(uvm_vmem_state_t *state);
 // LOCKING: Caller holds the VA space lock for write, so that no new call begins. Takes state->lock.
 void uvm_vmem_call_drain(uvm_vmem_state_t *state);
 
-// Wait until condition holds, which a call makes true under state->lock. The lock is taken once afterwards: all that the
-// call wrote is then visible, on every architecture, and the call no longer uses the state.
+// Wait until condition holds, which a call makes true under state->lock. The lock is taken once afterwards: all that
+// the call wrote is then visible, on every architecture, and the call no longer uses the state.
 //
 // LOCKING: Takes state->lock.
 #define uvm_vmem_wait_event(state, condition)                                                                            \
@@ -359,7 +359,8 @@ void uvm_vmem_call_drain(uvm_vmem_state_t *state);
 // LOCKING: Caller holds state->lock; dropped and retaken when the limit is reached.
 void uvm_vmem_step(uvm_vmem_state_t *state, NvU32 *units, NvU32 more);
 
-// Wait for a GPU by polling, with growing pauses. -EINTR: the process is being killed; -EIO.
+// Wait for a GPU by polling, with growing pauses. Returns -EINTR if the process is being killed, -EIO if the GPU
+// failed.
 int uvm_vmem_wait_killable(uvm_tracker_t *tracker);
 
 // Sleep before the next poll, for a fraction of waited_ns, at most left_ns.
@@ -370,7 +371,8 @@ void uvm_vmem_pause(NvU64 waited_ns, NvU64 left_ns);
 // LOCKING: Caller holds the VA space lock, for read or write.
 uvm_gpu_t *uvm_vmem_gpu_of_uuid(uvm_va_space_t *va_space, const __u8 *uuid);
 
-// Find the GPU with this UUID, with a GPU VA space and supported: -ENODEV, -EOPNOTSUPP.
+// Find the GPU with this UUID. Returns -ENODEV if it is not registered or has no GPU VA space, -EOPNOTSUPP if it is
+// not supported.
 //
 // LOCKING: Caller holds the VA space lock, for read or write.
 int uvm_vmem_find_gpu(uvm_vmem_state_t *state, const __u8 *uuid, uvm_gpu_t **gpu_out);
@@ -391,15 +393,15 @@ typedef enum
     UVM_VMEM_ACCOUNT_KINDS
 } uvm_vmem_account_kind_t;
 
-// Find the accounts of the calling process (-ENOMEM).
+// Find or create the accounts of the calling process. Returns 0 or -ENOMEM.
 int uvm_vmem_accounts_get(uvm_vmem_state_t *state);
 void uvm_vmem_accounts_put(uvm_vmem_state_t *state);
 
-// Count bytes against the limits (-EDQUOT: nothing is counted).
+// Charge bytes against the limits. On -EDQUOT nothing is charged.
 int uvm_vmem_charge(uvm_vmem_state_t *state, uvm_vmem_account_kind_t kind, NvU64 bytes);
 void uvm_vmem_uncharge(uvm_vmem_state_t *state, uvm_vmem_account_kind_t kind, NvU64 bytes);
 
-// The kernel memory that UVM needs for a page table or directory with that many entries, and for an external range.
+// The kernel memory that UVM needs for a page table or directory with this many entries, and for an external range.
 NvU64 uvm_vmem_table_cost(NvU32 entries, NvU32 table_bytes);
 NvU64 uvm_vmem_external_cost(void);
 
@@ -676,7 +678,7 @@ void uvm_vmem_debug_process(uvm_vmem_state_t *state);
 // Record a batch that is about to be sent. LOCKING: Caller has claimed the range.
 void uvm_vmem_debug_batch(uvm_vmem_range_t *range, NvU32 num_ops, NvU64 first_unit, NvU64 last_unit);
 
-// Log that the last batch failed after a part of it was sent.
+// Log that the last batch failed after part of it was sent.
 //
 // LOCKING: Caller has claimed the range, or holds the VA space lock for read or write.
 void uvm_vmem_debug_failed(uvm_vmem_range_t *range, int error);

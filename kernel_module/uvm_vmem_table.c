@@ -173,7 +173,7 @@ void uvm_vmem_slot_put(uvm_vmem_range_t *range, NvU64 index)
     atomic64_dec(&range->state->slots);
 }
 
-// Create a slot, and on each GPU its table or, with has_entry, its entry in the table above.
+// Create a slot, and on each GPU its table or, with has_entry, its entry in the parent table.
 static int slot_create(uvm_vmem_range_t *range, NvU64 index, bool has_entry, uvm_vmem_slot_t **slot_out)
 {
     NvU32 num_tables = range->gpu_count * (has_entry ? 2 : 1);
@@ -868,7 +868,7 @@ int uvm_vmem_writer_end(uvm_vmem_writer_t *writer)
     return 0;
 }
 
-// Clear a slot's entry in the table above if it does not point to the slot's own table.
+// Clear the slot's entry in the parent table, unless it points to the slot's own table.
 static int clear_entry(uvm_vmem_writer_t *writer, NvU64 index)
 {
     uvm_vmem_range_t *range = writer->range;

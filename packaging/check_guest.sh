@@ -3,7 +3,7 @@
 # Run by scripts/check_deb.py in a virtual machine whose disk is the system that check_deb.sh ran in: installs
 # the packages, loads the module that DKMS built there on a software GPU, uses it, and purges the packages. DKMS
 # compiles nothing here: the processor is emulated, and that would take about 35 times as long
-# (docs/operations/debian.md). /debs/given has that build, the driver (nvidia.ko, and UVM as NVIDIA published it),
+# (docs/operations/debian.md). /debs/given holds that build, the driver (nvidia.ko, and UVM as NVIDIA published it),
 # and pyvmem with the tests' means of reading the GPU's memory.
 set -eu
 kernel=$(uname -r)

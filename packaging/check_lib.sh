@@ -3,7 +3,7 @@
 # Functions for check_deb.sh and check_guest.sh, which check the Debian packages in /debs.
 export DEBIAN_FRONTEND=noninteractive LC_ALL=C
 
-# Lists the files of the system, without the directories that every package installation changes.
+# Lists every file on the system, except in directories that any package installation changes.
 files() {
 	find / -xdev \( -path /proc -o -path /sys -o -path /dev -o -path /tmp -o -path /debs -o -path /run \
 		-o -path /var/cache -o -path /var/log -o -path /var/lib/apt -o -path /var/lib/dpkg \) -prune -o -print | sort

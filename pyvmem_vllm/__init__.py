@@ -47,7 +47,7 @@ def _register_late() -> None:
     vLLM calls its entry points only once in a process, before the first configuration.
     """
     arguments: Any = sys.modules.get("vllm.engine.arg_utils")
-    if arguments is None:  # a process that configures nothing
+    if arguments is None:  # a process that creates no configuration
         return
     owner = arguments.EngineArgs
     create = owner.create_engine_config

@@ -299,7 +299,7 @@ def layout_name(layout: str) -> str:
 
 
 def part_capacity(_: list[Result]) -> list[str]:
-    """Concurrent requests, and the waste of each, by layout."""
+    """Concurrent requests, and the memory wasted per request, for each layout."""
     run = load_run(RESULTS / "capacity.json")
     found = rows(run)
     body = []

@@ -36,7 +36,7 @@ VENV = BUILD / "venv" / "bin"
 PYTHON = VENV / "python"
 PYTHONS = tuple(f"{major}.{minor}" for major, minor in SERVED)
 VERSION = "import sys, venv; print('%d.%d' % sys.version_info[:2])"
-# Requirement groups of build/venv, without linting and packaging.
+# Requirement groups installed in build/venv: all but linting and packaging.
 TESTED_WITH = ("torch", "build", "serve", "server", "model", "cuda", "test")
 SLOWEST = ("--durations=12", "--durations-min=8")  # report slow tests in a stage's log
 NO_TOOLS = 3  # docs_site.py's exit status without MkDocs
@@ -545,7 +545,7 @@ def wheel(session: Session) -> None:
 
 
 def in_new_systems(session: Session, script: str, what: str) -> None:
-    """Runs a check that creates Debian systems, which is not possible on every machine."""
+    """Runs a check in freshly installed Debian systems; skips it where these cannot be created."""
     if not can(script):
         session.skip(f"{what} in a new Debian system: it cannot be made here (see above)")
 

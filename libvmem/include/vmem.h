@@ -3,7 +3,7 @@
  * vmem.h - fine-grained virtual memory for GPUs (and for the host).
  *
  * Vocabulary
- *   granule      the smallest page of a context, a power of two (64 KiB unless asked otherwise).
+ *   granule      the smallest page of a context, a power of two (64 KiB unless requested otherwise).
  *   page         a unit of physical memory: granule x 2^k. vmem_info.page_sizes lists a back end's page sizes.
  *   slab         one large allocation of physical memory from the driver; pages are cut from slabs.
  *   run          pages that are adjacent both physically and virtually; one driver call maps a run.
@@ -61,7 +61,7 @@
  *   -EEXIST           map over a live mapping
  *   -EFAULT           unmap of, or access to, an address with nothing mapped
  *   -EACCES           write to a read-only mapping; or a device node that this user may not open
- *   -ERANGE           beyond the end of the handle, or in a part of it that was dropped
+ *   -ERANGE           beyond the end of the handle, or in part of it that was dropped
  *   -EBUSY            live mappings (vMemFree, vMemRelease); a range being changed; a page that a batch has yet
  *                     to zero
  *   -ENOMEM           not enough physical memory: the device's, the context's limit, or the heap
@@ -102,8 +102,8 @@ typedef uint64_t vmem_handle; /* physical pages; never 0. A released handle give
 typedef uint64_t vmem_ticket; /* a submitted batch; never 0 */
 
 #define VMEM_MAX_DEVICES 16
-#define VMEM_MAX_PENDING 4096  /* unfinished batches per context */
-#define VMEM_MAX_TICKETS 65536 /* undropped tickets per context: about 100 bytes each, 740 if the batch is
+#define VMEM_MAX_PENDING 4096  /* limit on unfinished batches per context */
+#define VMEM_MAX_TICKETS 65536 /* limit on undropped tickets per context: about 100 bytes each, 740 if the batch is
                                   unfinished or failed; so at most 7 MB, or 48 MB if all failed */
 #define VMEM_KEEP_ALL UINT64_MAX
 
@@ -161,7 +161,7 @@ struct vmem_open_opts {
                             others: no limit) */
   vmem_log_fn log;       /* called from vmem_open to the end of vmem_close; NULL = no log. Calls that
                             need no driver memory log nothing */
-  void *log_arg;         /* first argument of log */
+  void *log_arg;         /* the first argument of `log` */
   uint32_t log_level;    /* the most verbose level to log: VMEM_LOG_*; 0 = VMEM_LOG_INFO */
   uint32_t log_reserved; /* 0 */
 };
@@ -372,7 +372,7 @@ VMEM_API int vmem_retain(vmem_t vm, uint64_t addr, uint64_t bytes, vmem_handle *
 VMEM_API int vmem_gather(vmem_t vm, uint64_t addr, uint64_t bytes, uint64_t count, uint64_t stride,
                          vmem_handle *handle);
 
-/* Drops the caller's reference to a part of a handle's pages: `count` pieces (0 = 1) of `bytes` bytes, the
+/* Drops the caller's reference to part of a handle's pages: `count` pieces (0 = 1) of `bytes` bytes, the
  * first at `offset`, `stride` apart; multiples of the page size. Pages that no mapping or other handle refers to
  * return to the pool. The remaining pages keep their offsets; mapping or dropping the dropped ones gives -ERANGE. */
 VMEM_API int vmem_drop_range(vmem_t vm, vmem_handle handle, uint64_t offset, uint64_t bytes, uint64_t count,
@@ -433,7 +433,7 @@ enum vmem_op_kind {
                                       a batch is refused (-EINVAL), unless its operations together cover the whole
                                       block */
 
-/* One operation on `count` pieces of `bytes` bytes, `stride` apart (as in a 2-D copy). */
+/* An operation on `count` pieces of `bytes` bytes, `stride` apart (as in a 2-D copy). */
 struct vmem_op {
   uint32_t op;        /* enum vmem_op_kind */
   uint32_t flags;     /* VMEM_OP_* */
@@ -452,7 +452,7 @@ struct vmem_op {
   uint64_t src;        /* address of the contents of the first piece */
   uint64_t src_stride; /* distance between the pieces' sources; 0: all pieces copy the same source */
   uint64_t src_bytes;  /* bytes to copy per piece; 0 = bytes. The rest of the piece is zeroed */
-  uint64_t offset_stride; /* MAP: between the pieces' pages in the handle, a multiple of the page size; 0 = bytes */
+  uint64_t offset_stride; /* MAP: distance between the pieces' offsets, a multiple of the page size; 0 = bytes */
   uint64_t reserved[2];   /* 0, else -EINVAL. For later fields, as the elements of an array have no size field */
 };
 

@@ -68,7 +68,8 @@ def forms_of(
     pairs = cache.layer_views()
     if windows is not None and len(windows) != len(pairs):
         raise invalid(
-            f"windows for {len(windows)} layers, but the cache has {len(pairs)}", op="Attention"
+            f"windows needs one entry per layer: {len(windows)}, but the cache has {len(pairs)}",
+            op="Attention",
         )
     forms: list[Form | None] = []
     for layer, pair in enumerate(pairs):

@@ -2,9 +2,9 @@
 """Computes the key figures from the rows and compares each with its aim.
 
 An aim is stated for `stock` on an H100 or H200. The value is computed whenever its rows exist, and
-`applies` says whether it may be compared with the aim. Ratios of single calls are of `net` times,
-with the cost of an empty call counted in the baseline's favour (setting.Overheads); absolute times
-are as measured from Python.
+`applies` says whether it may be compared with the aim. Ratios of single calls use `net` times, and
+count the cost of an empty call in the baseline's favour (setting.Overheads); absolute times are as
+measured from Python.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _GPUS = ("H100", "H200")
 
 
 def compute(record: Record, system: str) -> list[dict[str, Any]]:
-    """Computes all aims; an aim without its rows has no value and names the first missing row."""
+    """Computes all aims; if rows are missing, the aim has no value and names the first of them."""
     aims = Aims(record, system)
     _single_pages(aims)
     _steps(aims)
@@ -34,7 +34,7 @@ def compute(record: Record, system: str) -> list[dict[str, Any]]:
 
 
 class Aims:
-    """Aims of a record; `applies`: the aims hold for the record's machine and back end."""
+    """The aims of a record; `applies`: the record's machine and back end have aims."""
 
     def __init__(self, record: Record, system: str) -> None:
         self.record, self.system = record, system

@@ -44,7 +44,7 @@ class _Case:
 
     @property
     def elements(self) -> int:
-        """Number of elements in K, and in V."""
+        """Number of elements in K (V has as many)."""
         return self.batch * self.kv_len * self.kv_heads * self.head_dim
 
 
@@ -58,7 +58,7 @@ _Call = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 
 
 def _why_not(setting: Setting) -> str:
-    """The reason this machine cannot measure these rows; "" if it can."""
+    """Returns why this machine cannot measure these rows; "" if it can."""
     try:
         import torch
     except ImportError as error:
@@ -159,7 +159,7 @@ def _turn(
 
 
 def _sdpa(case: _Case, device: torch.device) -> _Call:
-    """torch's scaled_dot_product_attention, with its flash kernel."""
+    """Calls torch's scaled_dot_product_attention, with its flash kernel."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -180,7 +180,7 @@ def _sdpa(case: _Case, device: torch.device) -> _Call:
 
 
 def _fa3(source: Path | None, device: torch.device) -> Callable[[_Case], _Call]:
-    """FlashAttention-3. Raises what `fa3.load` raises."""
+    """Calls FlashAttention-3. Raises the errors of `fa3.load`."""
     import torch
 
     op = fa3.load(source, device)

@@ -17,7 +17,7 @@ _Turn = Callable[[], None]
 
 
 def run(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """Measures new memory from a warm pool, created and mapped page by page and as a batch."""
+    """Times allocation from a warm pool: create and map, page by page and in one batch."""
     n = setting.native
     total = setting.count(256 * MB, 4 * MB)
     base = n.reserve(total)

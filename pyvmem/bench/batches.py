@@ -53,7 +53,7 @@ def run(setting: Setting, part: Part, deadline: Deadline) -> None:
 
 
 def _apart(n: Native, page: int) -> list[int]:
-    """Pages without physical neighbours: every second one of a sequence."""
+    """Returns pages that are not physically adjacent: every second page of a sequence."""
     made = [n.create(page, page) for _ in range(2 * _PAGES)]
     for handle in made[1::2]:
         n.release(handle)
@@ -78,7 +78,7 @@ def _rows(setting: Setting, book: Book, how: str, page: int, note: str) -> tuple
 
 
 def _driver_calls(n: Native, map_ops: Any, unmap_ops: Any) -> str:
-    """The driver calls of the two batches, counted by running each once."""
+    """Counts the driver calls of the two batches by running each once."""
     before = n.stats()
     n.batch(map_ops)
     n.batch(unmap_ops)

@@ -26,12 +26,12 @@ _OPS = 4096  # pages mapped per batch
 
 
 def malloc_names() -> list[str]:
-    """Names of the baselines."""
+    """Returns the names of the baseline buffers."""
     return [f"malloc{i}" for i in range(_BASELINES)]
 
 
 def vmem_names() -> list[str]:
-    """Names of the buffers in vmem pages."""
+    """Returns the names of the buffers in vmem pages."""
     return [*(f"random{i}" for i in range(_SHUFFLES)), "runs"]
 
 
@@ -53,7 +53,7 @@ class Buffers:
         pads: list[torch.Tensor] = []
         for i, name in enumerate(malloc_names()):
             self.tensors[name] = torch.empty(nbytes // 2, dtype=torch.bfloat16, device=device)
-            # An allocation of odd size after each, so that the baselines' alignments differ.
+            # Allocate an odd size after each, so that the baselines' alignments differ.
             pads.append(torch.empty((37 * (i + 1)) << 20, dtype=torch.uint8, device=device))
         first = self.tensors["malloc0"]
         first.normal_(generator=torch.Generator(device=device).manual_seed(1))

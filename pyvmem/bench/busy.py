@@ -26,7 +26,7 @@ __all__ = ["run"]
 
 
 def run(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """Maps existing, unzeroed pages: ours of size `Setting.single`, cuMem*'s of 2 MB."""
+    """Maps existing pages without zeroing: ours of `Setting.single` bytes, cuMem's of 2 MB."""
     if setting.cuda is None or setting.cumem is None:
         part.not_run("*", setting.cuda_why)
         return
@@ -133,7 +133,7 @@ class _Busy:
 
 
 class _Stream:
-    """The kernels' stream, for calls that take one."""
+    """Passes the kernels' stream to calls that take a stream."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
@@ -182,7 +182,7 @@ def _cache_calls(
             cache.alloc_reqid()
         if cache.step(lens):
             raise RuntimeError("memory is short")
-        while context.stats().dirty_bytes:  # zeroing it would wait for the kernel
+        while context.stats().dirty_bytes:  # zeroing dirty memory would wait for the kernel
             time.sleep(0.001)
         with quiet():
             for number in range(rounds):

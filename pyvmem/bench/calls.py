@@ -97,7 +97,7 @@ class _Ours:
 
 
 class _OurRanges:
-    """One turn that only makes and frees reservations."""
+    """One turn that only reserves and frees addresses."""
 
     def __init__(self, setting: Setting, *, plain: bool) -> None:
         self.n = setting.native

@@ -54,7 +54,7 @@ OTHERS = (
 )
 """The benchmarks of the package `vmem_bench`, which is not part of this distribution."""
 
-# name: (title, function, seconds it may take)
+# name: (title, function, time budget in seconds)
 PARTS: dict[str, tuple[str, PartFunction, float]] = {
     "calls": ("each call, by page size", calls.run, 30),
     "bandwidth": ("allocation bandwidth", bandwidth.run, 30),
@@ -115,7 +115,7 @@ def add_parser(sub: Any) -> None:
 
 
 def _add_missing(which: Any, name: str) -> None:
-    """Adds a stub for a benchmark that is not installed; it says how to install it."""
+    """Adds a stub for a benchmark that is not installed; the stub says how to install it."""
     # With no prefix character, options parse as positional arguments, so none is rejected.
     parser = which.add_parser(name, help="not installed", add_help=False, prefix_chars="\0")
     parser.add_argument("arguments", nargs="*")
@@ -134,8 +134,8 @@ def _add_api(which: Any) -> None:
         "api",
         help="compare our calls with CUDA's cuMem*",
         description="Measures this library's calls and CUDA's own (cuMem*, through "
-        "cuda.bindings) in one process, in turns. Without a GPU, the rows of `host` are measured, "
-        "and the others are named with the reason.",
+        "cuda.bindings) in one process, alternately. Without a GPU, it measures the rows of `host` "
+        "and lists the others with the reason.",
     )
     add_backend(api, "what is measured")
     add_device(api)

@@ -62,7 +62,7 @@ def call(
 
     Args:
         op: the op from `load`.
-        q: ``[tokens, heads, dim]``, one request after the other.
+        q: ``[tokens, heads, dim]``, requests one after another.
         k, v: ``[requests, rows, kv_heads, dim]``; with a table ``[blocks, block, kv_heads, dim]``.
         starts: index in `q` of each request's first token, then the total; int32 ``[requests +
             1]``.
@@ -75,7 +75,7 @@ def call(
         The output, of the shape of `q`.
     """
     lengths = (None, None, None, used, max_q, max_kv, table)
-    unused = (None,) * 8  # batch indices, left padding, rotary and scales of 8-bit types
+    unused = (None,) * 8  # batch indices, left padding, rotary embedding, scales of 8-bit types
     window = (True, -1, -1, 0.0, True, None, splits, None, 0, None, 1, 0, None)
     head = (q, k, v, None, None, None, None, starts)
     scale = q.shape[-1] ** -0.5

@@ -13,7 +13,7 @@ __all__ = ["LEVELS", "PATTERNS", "TENSORS", "Pattern", "Shape"]
 
 LEVELS = (1 << 10, 10 << 10, 100 << 10, 400 << 10, 1 << 20)
 TENSORS = 4
-_RUN = 64  # pages of a prefill in one tensor
+_RUN = 64  # pages that a prefill maps in one tensor
 _REQUESTS = 256
 _TOGETHER = 8  # requests that need a page in one step
 _SEED = 20

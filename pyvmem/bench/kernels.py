@@ -143,11 +143,11 @@ class Kernels:
         self.cuda.call(self.cuda.driver.cuStreamSynchronize, self.stream)
 
     def chunk(self) -> int:
-        """Bytes; `nbytes` of `read` must be a multiple of it."""
+        """Granularity of `read`: its `nbytes` must be a multiple of this."""
         return self.blocks * _THREADS * 64
 
     def read(self, addr: int, nbytes: int) -> float:
-        """Reads [addr, addr + nbytes) once; returns the GPU time in seconds. All must be mapped."""
+        """Reads [addr, addr + nbytes) once; returns GPU seconds. All pages must be mapped."""
         if nbytes <= 0 or nbytes % self.chunk():
             raise ValueError(f"{nbytes} bytes: must be a positive multiple of {self.chunk()}")
         d, call = self.cuda.driver, self.cuda.call

@@ -182,7 +182,7 @@ def _bytes(part: Part, row: str, what: str, system: str, delta: Delta, pages: in
 
 
 class _Spent:
-    """The accumulated cost of joining: vmem_join calls, driver calls, nanoseconds."""
+    """Accumulates the cost of joining: vmem_join calls, driver calls, nanoseconds."""
 
     def __init__(self) -> None:
         self.times = self.calls = self.ns = 0

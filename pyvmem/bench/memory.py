@@ -25,7 +25,7 @@ _LISTED = ("Slab", "VmallocUsed", "PageTables", "Percpu", "KernelStack")
 
 
 def _own() -> int:
-    """Anonymous memory of this process, in bytes."""
+    """Returns this process's anonymous memory in bytes."""
     with open("/proc/self/status", encoding="ascii") as lines:
         for line in lines:
             if line.startswith("RssAnon:"):
@@ -67,7 +67,7 @@ class KernelMemory:
         return cls(listed, gone - own - info.get("Shmem", 0), own, info["MemTotal"])
 
     def since(self, earlier: KernelMemory) -> Delta:
-        """The growth since `earlier`."""
+        """Returns the growth since `earlier`."""
         return Delta(
             self.listed - earlier.listed,
             self.missing - earlier.missing,

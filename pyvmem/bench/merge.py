@@ -24,7 +24,7 @@ _STATES = ("not run", "failed", "partial", "done")
 
 
 class MergeError(ValueError):
-    """The files do not match, or a file is not a result; the message says which and why."""
+    """Files do not match, or one is not a result; the message says which and why."""
 
 
 def _load(path: Path, kind: str) -> dict[str, Any]:

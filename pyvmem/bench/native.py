@@ -54,11 +54,11 @@ class Native:
         return opts
 
     def handles(self, count: int) -> Any:
-        """Room for `count` handles (or addresses); `array + i` is the i-th output argument."""
+        """Allocates `count` handles (or addresses); `array + i` is the i-th output argument."""
         return self.ffi.new("uint64_t[]", count)
 
     def ops(self, wanted: Sequence[dict[str, int]]) -> Any:
-        """An array of struct vmem_op with these fields set and all others 0."""
+        """Returns an array of struct vmem_op with these fields set and all others 0."""
         array = self.ffi.new("struct vmem_op[]", len(wanted))
         for op, fields in zip(array, wanted, strict=True):
             for name, value in fields.items():
@@ -66,7 +66,7 @@ class Native:
         return array
 
     def batch_args(self, ops: Any) -> tuple[Any, ...]:
-        """Arguments of vmem_batch for all of `ops`."""
+        """Returns the arguments of a vmem_batch call that runs all of `ops`."""
         return (self.vm, ops, len(ops), self.ffi.NULL, 0, 0)
 
     # Results.
@@ -139,13 +139,13 @@ class Native:
         self.check("vmem_trim", [self.lib.vmem_trim(self.vm, 0, self.ffi.NULL)])
 
     def join(self, addr: int, nbytes: int) -> int:
-        """Joins the runs of a range; returns the driver calls made."""
+        """Joins the runs of a range; returns the number of driver calls."""
         result = self.lib.vmem_join(self.vm, addr, nbytes, self._handle)
         self.check("vmem_join", [result])
         return int(self._handle[0])
 
     def stats(self) -> dict[str, int]:
-        """vmem_stats by field name."""
+        """Returns the fields of vmem_stats by name."""
         stats = self.ffi.new("struct vmem_stats *")
         stats.size = self.ffi.sizeof("struct vmem_stats")
         self.check("vmem_get_stats", [self.lib.vmem_get_stats(self.vm, stats)])

@@ -21,7 +21,7 @@ __all__ = ["add_options", "document_of", "stoppable", "with_options"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--report`` and ``--plot`` to a benchmark that has ``--out``."""
+    """Adds ``--report`` and ``--plot`` to a benchmark with ``--out``."""
     add = parser.add_argument
     add(
         "--report",
@@ -58,7 +58,7 @@ def with_options(args: argparse.Namespace, run: Callable[[argparse.Namespace], i
     before = args.out.stat().st_mtime_ns if args.out.exists() else 0
     status = run(args)
     if not args.out.exists() or args.out.stat().st_mtime_ns == before:
-        return status  # nothing was measured: --list, or no back end
+        return status  # nothing was measured: the user passed --list, or there is no back end
     document = document_of(args.out)
     if args.report is not None:
         write_report(args.report, document)

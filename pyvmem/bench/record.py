@@ -25,7 +25,7 @@ _MAX_RAW = 4000  # samples per row in the raw file
 
 
 def _round(value: float) -> float:
-    """Rounds to six significant digits: more is noise, and the file is in the repository."""
+    """Rounds to six significant digits: further digits are noise and would bloat the repository."""
     return float(f"{value:.{_DIGITS}g}")
 
 
@@ -65,7 +65,7 @@ class Part:
             system: what was measured.
             samples: nanoseconds.
             page: page size in bytes, if the row has one.
-            nbytes: bytes that one sample handles; the row then also reports GB/s at the median.
+            nbytes: bytes that a sample covers; the row then also reports GB/s at the median.
             unit: unit of the row, a key of SCALES.
             overhead_ns: time of an empty call of this system, which `net` excludes.
             calls: number of calls that one sample covers.
@@ -84,7 +84,7 @@ class Part:
             entry["gb_per_s"] = nbytes / (entry["median"] * scale)
         every = -(-len(samples) // _MAX_RAW)
         if every > 1:
-            # the raw file keeps every n-th sample; the statistics are over all
+            # the raw file keeps every n-th sample; statistics use all samples
             entry["samples_every"] = every
         entry["samples"] = [[x / scale for x in r[::every]] for r in samples.rounds]
         return self._add(entry)
@@ -112,7 +112,7 @@ class Part:
         self.missing.append({"id": f"{self.name}/{row}", "why": why})
 
     def find(self, row: str) -> dict[str, Any] | None:
-        """The row of this name (without the part's name), or None."""
+        """Returns the row with this name (without the part's name), or None."""
         wanted = f"{self.name}/{row}"
         return next((r for r in self.rows if r["id"] == wanted), None)
 
@@ -191,12 +191,12 @@ class Record:
         return self.parts[name]
 
     def row(self, full: str) -> dict[str, Any] | None:
-        """The row of this full name ("part/row"), or None."""
+        """Returns the row with this full name ("part/row"), or None."""
         part, _, row = full.partition("/")
         return self.parts[part].find(row) if part in self.parts else None
 
     def document(self, raw: bool) -> dict[str, Any]:
-        """The run as plain data; samples are left out unless `raw`."""
+        """Returns the run as plain data; leaves the samples out unless `raw`."""
         parts = {}
         for name, part in self.parts.items():
             data = asdict(part)

@@ -26,12 +26,12 @@ NOT_MEASURED = 3
 
 
 def now() -> str:
-    """The current time, in the format of a record."""
+    """Returns the current time in the format of a record."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def backends(device: int) -> list[dict[str, Any]]:
-    """The results of probing all back ends."""
+    """Probes all back ends; returns the results."""
     names = ("usable", "reason", "driver", "device_name")
     return [
         {"name": result.backend, **{name: getattr(result, name) for name in names}}
@@ -69,7 +69,7 @@ def said(record: Record, args: argparse.Namespace, text: Callable[[], str] | Non
 
 
 def ended(record: Record) -> int:
-    """Exit status: 1 if a part failed; 3, with the reason on stderr, if nothing was measured."""
+    """Returns 1 if a part failed; 3, with the reason on stderr, if nothing was measured; or 0."""
     parts = [part for name, part in record.parts.items() if name != "noop"]
     if any(part.status == "failed" for part in record.parts.values()):
         return 1

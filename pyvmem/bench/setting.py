@@ -30,7 +30,7 @@ def label(nbytes: int) -> str:
 
 @dataclass
 class Overheads:
-    """Cost in ns of an empty call, timed as the rows are: call by call, or in a block."""
+    """Cost in ns of an empty call, timed like the rows: call by call, or in a block."""
 
     each: float = 0.0
     block: float = 0.0
@@ -55,7 +55,7 @@ class Setting:
 
     @property
     def system(self) -> str:
-        """The name of our back end."""
+        """Returns the name of our back end."""
         return self.native.system
 
     @property
@@ -78,7 +78,7 @@ class Setting:
         return quick if self.quick else full
 
     def overhead(self, system: str) -> Overheads:
-        """Cost of an empty call of this system; zeros until it is measured."""
+        """Returns the cost of this system's empty call; zeros until measured."""
         return self.overheads.get(system, Overheads())
 
     def open(self, *, pool_high: int = 0) -> Context:
@@ -101,7 +101,7 @@ class Setting:
         lib = self.native.lib
         with quiet():
             for _ in range(rounds):
-                # As good as a no-op: back end 99 does not exist.
+                # Does almost nothing: back end 99 does not exist.
                 time_each(lib.vmem_backend_name, [(99,)] * n, ours.new_round())
                 time_block(lib.vmem_backend_name, [(99,)] * n, ours_block.new_round())
                 if self.cumem is not None:

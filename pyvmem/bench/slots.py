@@ -36,7 +36,7 @@ _PAUSE_S = 0.002
 
 
 def run(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """Measures the calls at every number of slots, in turns."""
+    """Measures the calls for every number of slots, alternating between the caches."""
     book = Book(part)
     with ExitStack() as stack:
         context = stack.enter_context(setting.open(pool_high=_KEEP_ALL))
@@ -97,7 +97,7 @@ class _Slots(Closable):
         self.grow = samples("grow", f"step, {self.needy} grow: per request")
         self.short = samples("short", "step, 1 needs a page: -1")
         self.many = samples("short_many", f"step, {self.needy} need a page: -1")
-        # A page in each tensor for every request, and another for each one that grows.
+        # Each request needs a page per tensor; each request that grows needs another.
         pages = 2 * (count - _SPARE + self.needy)
         self.cache = KVCache(_config(context, 1, count, pages), context)
 
@@ -108,7 +108,7 @@ class _Slots(Closable):
         _must(self.cache.step(self.lens), 0)
 
     def close(self) -> None:
-        """Gives all memory back."""
+        """Frees all memory."""
         self.cache.close()
 
     def turn(self) -> None:
@@ -186,7 +186,7 @@ class _Async(Closable):
         self.cache = KVCache(_config(context, layers, self.requests, pages), context)
 
     def close(self) -> None:
-        """Gives all memory back."""
+        """Frees all memory."""
         self.cache.close()
 
     def turn(self) -> None:

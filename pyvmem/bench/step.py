@@ -62,7 +62,7 @@ def _one(
         page_size=page,
         zero_fill=zero_fill,
         low_watermark=0.0,
-        growth_fraction=0.0,  # so that an event maps 512 pages, and does not grow ahead
+        growth_fraction=0.0,  # growth ahead of need would make an event map more than 512 pages
     )
     events = _events(setting, context, requests * tensors, needy * tensors)
     pages = requests * tensors + (2 * events + 1) * needy * tensors
@@ -129,7 +129,7 @@ def _one(
 
 
 def _events(setting: Setting, context: Context, base: int, each: int) -> int:
-    """Number of events of each kind to time: as many as the limit on mappings allows."""
+    """Returns the number of events of each kind to time, given the limit on mappings."""
     wanted = setting.count(100, 2)
     limit = context.info.max_segments or context.info.max_mappings
     if limit:
@@ -166,7 +166,7 @@ def _must(result: int) -> None:
 
 
 class _Singles:
-    """As many single-page maps as an event has pages, no two of them adjacent."""
+    """Maps as many pages as an event, one call per page, no two pages adjacent."""
 
     def __init__(self, n: Native, page: int, count: int) -> None:
         self.n, self.page = n, page
@@ -177,7 +177,7 @@ class _Singles:
         ]
 
     def time(self) -> float:
-        """Maps all pages; returns the nanoseconds that this took."""
+        """Maps the pages; returns the total time in nanoseconds."""
         n, each = self.n, list[float]()
         n.check("vMemMap", time_each(n.lib.vMemMap, self.args, each))
         for _, addr, size, *_ in self.args:

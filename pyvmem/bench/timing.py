@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Summary:
-    """Statistics of a row's samples, in their unit.
+    """Statistics of a row's samples, in the samples' unit.
 
     `spread` is the interquartile range divided by the median; `round_spread` is the range of the
     rounds' medians divided by the median of all samples.
@@ -68,7 +68,7 @@ class Samples:
             del self.rounds[0]
 
     def flat(self) -> list[float]:
-        """All samples."""
+        """Returns the samples of all rounds."""
         return [x for r in self.rounds for x in r]
 
     def __len__(self) -> int:
@@ -76,7 +76,7 @@ class Samples:
 
 
 def percentile(ordered: Sequence[float], fraction: float) -> float:
-    """The nearest-rank percentile of sorted, non-empty data: always one of the samples."""
+    """Returns the nearest-rank percentile of sorted, non-empty data, always one of the samples."""
     rank = math.ceil(fraction * len(ordered))
     return ordered[min(max(rank, 1), len(ordered)) - 1]
 
@@ -172,7 +172,7 @@ class Deadline:
         return self._now() - self.start
 
     def allows(self, seconds: float = 0.0) -> bool:
-        """Returns true if `seconds` more would still fit."""
+        """Returns true if at least `seconds` are left."""
         return self.left > seconds
 
 

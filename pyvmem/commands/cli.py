@@ -52,7 +52,7 @@ def whole_parser() -> argparse.ArgumentParser:
 
 
 def _parser(*commands: str | None) -> argparse.ArgumentParser:
-    """Returns a parser that has the options of `commands`, and a help line for the others."""
+    """Returns a parser with the options of `commands`, and a help line for each other command."""
     parser = argparse.ArgumentParser(
         prog="vmem", description="Fine-grained GPU virtual memory for KV caches."
     )
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in words if not word.startswith("-")), None)
-    if sys.stdout is None:  # the caller closed it and wants no output
+    if sys.stdout is None:  # the caller closed standard output and wants no output
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if sys.stderr is None:  # otherwise print() would write to standard output
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
@@ -122,7 +122,7 @@ def _failed(command: str | None, text: str, status: int = 1) -> int:
 
 def _unread() -> bool:
     """Returns true if standard output is a pipe whose reader has closed it."""
-    with contextlib.suppress(OSError, ValueError):  # it has no file descriptor, or is closed
+    with contextlib.suppress(OSError, ValueError):  # no file descriptor, or closed
         output = select.poll()
         output.register(sys.stdout.fileno(), 0)
         return any(event & select.POLLERR for _, event in output.poll(0))

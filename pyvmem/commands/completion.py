@@ -11,7 +11,7 @@ import shtab
 
 __all__ = ["SHELLS", "add_parser", "run"]
 
-FILES = {  # where each shell looks for a command's completion on the first Tab
+FILES = {  # where each shell looks for a command's completion script
     "bash": "~/.local/share/bash-completion/completions/vmem",
     "fish": "~/.config/fish/completions/vmem.fish",
     "zsh": "~/.zfunc/_vmem",

@@ -100,7 +100,7 @@ class Cuda(Closable):
 class CuMem:
     """Arguments for timed cuMem* calls on one device, and untimed calls.
 
-    The timed loops call `driver.cuMem...` directly with the argument tuples made here, so that a
+    The timed loops call `driver.cuMem...` directly with the argument tuples built here, so that a
     sample times a single call of cuda.bindings and none of our code.
     """
 
@@ -147,7 +147,7 @@ class CuMem:
     # Untimed calls.
 
     def reserve(self, nbytes: int) -> int:
-        """Reserves addresses; returns the first."""
+        """Reserves an address range; returns its first address."""
         return int(self.cuda.call(self.driver.cuMemAddressReserve, *self.reserve_args(nbytes)))
 
     def free(self, addr: int, nbytes: int) -> None:

@@ -22,9 +22,9 @@ def add_parser(sub: Any) -> None:
     parser = sub.add_parser(
         "limit",
         help="set the memory limit of a running engine",
-        description="Sets the most memory of a device that a running engine may have. An engine "
-        "that has more frees idle memory immediately, and the rest as requests finish. Exit "
-        "status 1: no such engine runs, or it cannot have that limit.",
+        description="Limits the device memory that a running engine may use. An engine above its "
+        "limit frees idle memory immediately, and the rest as requests finish. Exit status 1: no "
+        "such engine runs, or the limit was rejected.",
     )
     parser.add_argument("engine", help="the engine's name, or the process id that `vmem top` shows")
     parser.add_argument("size", type=_size, help="bytes, for example 20G")
@@ -43,7 +43,7 @@ def _size(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Sets the limit of all engines with this name or id; returns 1 if there is none."""
+    """Sets the limit of all engines with this name or id; returns 1 if no engine has it."""
     folder = folder_of(args)
     there: dict[str, Ledger] = {}
     with ExitStack() as stack:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Reads a card's name, memory and free memory from NVIDIA's management library.
 
-Unlike CUDA, the library needs no context, which would use memory of the card.
+Unlike CUDA, the library needs no context, which would take up GPU memory.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from pyvmem.plumbing.paths import replace_text
 
 __all__ = ["page", "picture", "write_report"]
 
-_MOST_BARS = 40  # maximum rows drawn in a picture; the table has all rows
+_MOST_BARS = 40  # maximum rows drawn in a picture; the table lists all rows
 _COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
 _STYLE = """
 :root { color-scheme: light dark }
@@ -167,7 +167,7 @@ def picture(parts: Iterable[Document], kind: str = "svg") -> bytes | None:
     from matplotlib.figure import Figure
 
     settings: Any = {
-        "svg.hashsalt": "vmem",  # makes the file reproducible
+        "svg.hashsalt": "vmem",  # fixed, so that the file is reproducible
         "font.size": 8,
         "axes.spines.top": False,
         "axes.spines.right": False,

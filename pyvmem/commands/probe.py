@@ -85,7 +85,7 @@ def _size(nbytes: int) -> str:
 
 
 def _table(results: list[ProbeResult]) -> str:
-    from pyvmem.commands.tables import table  # importing pyvmem must not load it
+    from pyvmem.commands.tables import table  # not at the top: `import pyvmem` must not load it
 
     rows = []
     for one in results:
@@ -106,7 +106,7 @@ def add_parser(sub: Any) -> None:
     parser: argparse.ArgumentParser = sub.add_parser(
         "probe", help="which back ends work here", description=__doc__
     )
-    from pyvmem.commands.arguments import add_device  # importing pyvmem must not load it
+    from pyvmem.commands.arguments import add_device  # not at the top: see above
 
     add_device(parser)
     form = parser.add_mutually_exclusive_group()
@@ -123,7 +123,7 @@ def add_parser(sub: Any) -> None:
 
 
 def _file(text: str) -> Path:
-    from pyvmem.plumbing.paths import written  # importing pyvmem must not load it
+    from pyvmem.plumbing.paths import written  # not at the top: see above
 
     return written(text)
 

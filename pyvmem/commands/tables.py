@@ -12,7 +12,7 @@ from pyvmem.commands.terminal import columns
 
 __all__ = ["number", "table"]
 
-_LEAST = 16  # narrowest column of wrapped text
+_LEAST = 16  # minimum width of a column of wrapped text
 
 
 def number(value: Any) -> str:

@@ -40,7 +40,7 @@ def add_parser(sub: Any) -> None:
     parser = sub.add_parser(
         "top",
         help="show the engines of this machine and their memory, live",
-        description="Shows what memory each engine of this user has and may have, live.",
+        description="Shows the memory and the limit of each of this user's engines, live.",
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--once", action="store_true", help="print one table and exit")

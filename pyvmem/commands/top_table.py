@@ -48,7 +48,7 @@ class Device:
     engines: list[dict[str, Any]]
 
     def total(self) -> dict[str, int]:
-        """Returns the sums over its engines."""
+        """Returns the sums over the device's engines."""
         return {key: sum(one[key] for one in self.engines) for key in _SUMS}
 
 

@@ -40,7 +40,7 @@ class Quota(Protocol):
     """A limit on the bytes that an engine maps on each device; see `pyvmem.elastic.quota`."""
 
     def room(self) -> int:
-        """Returns the bytes that `take` would grant now."""
+        """Returns the number of bytes that `take` would grant now."""
 
     def take(self, nbytes: int, handles: int) -> bool:
         """Reserves `nbytes` more bytes, in `handles` driver mappings. Returns false if denied."""
@@ -49,7 +49,7 @@ class Quota(Protocol):
         """See `Account.end_pending`."""
 
     def give(self, nbytes: int) -> None:
-        """Returns the bytes of unmapped pages to the quota."""
+        """Gives the bytes of unmapped pages back to the quota."""
 
     def want(self, nbytes: int) -> None:
         """Asks other engines to free `nbytes` bytes; 0 withdraws the request."""

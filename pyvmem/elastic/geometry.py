@@ -147,7 +147,7 @@ class Geometry:
         return max(1, min(found, default=1))
 
     def most_bytes(self, blocks: int) -> int:
-        """Returns the bytes that `blocks` consecutive blocks need at the worst alignment."""
+        """Returns how many bytes `blocks` consecutive blocks need at the worst alignment."""
         total = 0
         for kind, one in enumerate(self.classes):
             spill = 0 if one.block_bytes % self.page_size == 0 else 1
@@ -156,13 +156,13 @@ class Geometry:
         return total
 
     def scattered_bytes(self, blocks: int) -> int:
-        """Returns the bytes that `blocks` blocks need if no two shared pages are adjacent."""
+        """Returns how many bytes `blocks` blocks need if no two shared pages are adjacent."""
         size, page = self.group_unit
         pages = -(-blocks // (page // size))
         return self.most_bytes(-(-pages * page // size))
 
     def first_bytes(self, blocks: int) -> int:
-        """Returns the bytes that the first `blocks` blocks need, the minimum for that number."""
+        """Returns how many bytes the first `blocks` blocks need, the minimum for that number."""
         return sum(
             min(-(-blocks * one.block_bytes // self.page_size), self.num_pages(kind))
             * self.page_bytes(kind)

@@ -388,7 +388,7 @@ class KVMemory:
     # ---- the device's memory ---------------------------------------------------------------------
 
     def free(self) -> int | None:
-        """Returns the bytes that can be mapped now, or None on the CPU.
+        """Returns the number of bytes that can be mapped now, or None on the CPU.
 
         The result is the free memory of the device and of the context, minus `headroom`.
         """

@@ -73,7 +73,7 @@ class LocalQuota:
         self._free = free
 
     def room(self) -> int:
-        """Returns the bytes that `take` would grant now."""
+        """Returns the number of bytes that `take` would grant now."""
         free = self._free()
         room = self.limit - self.used
         return max(0, room if free is None else min(room, free - self._pending))
@@ -91,7 +91,7 @@ class LocalQuota:
         self._pending -= nbytes
 
     def give(self, nbytes: int) -> None:
-        """Returns the bytes of unmapped pages to the quota."""
+        """Gives the bytes of unmapped pages back to the quota."""
         self.used -= nbytes
 
     def pressure(self) -> tuple[int, bool]:
@@ -171,7 +171,7 @@ class LedgerQuota:
         return account.used // ranks
 
     def room(self) -> int:
-        """Returns the bytes that `take` would grant now."""
+        """Returns the number of bytes that `take` would grant now."""
         free = self._free()
         return min(account.room(free) // ranks for account, ranks in self._accounts)
 
@@ -194,12 +194,12 @@ class LedgerQuota:
             account.end_pending(nbytes * ranks)
 
     def give(self, nbytes: int) -> None:
-        """Returns the bytes of unmapped pages, `nbytes` per rank, to the ledgers."""
+        """Gives the bytes of unmapped pages, `nbytes` per rank, back to the ledgers."""
         for account, ranks in self._accounts:
             account.give(nbytes * ranks)
 
     def pressure(self) -> tuple[int, bool]:
-        """Returns the bytes that each rank should free, and whether to stop admitting requests.
+        """Returns how many bytes each rank should free, and whether to stop admitting requests.
 
         These bytes exceed the limit, or another engine needs them. The flag is true if another
         engine is short of memory while this engine has more than its fair share.

@@ -61,12 +61,12 @@ class _Queued:
 
 
 class Pending:
-    """A request's handle to a queued call on it.
+    """A request's handle to a queued call on the request.
 
     Holds the future weakly: the queue keeps it alive until the call has run.
 
     Attributes:
-        made: True once the call has run.
+        made: true once the call has run.
     """
 
     __slots__ = ("_future", "made")
@@ -77,7 +77,7 @@ class Pending:
 
     @property
     def over(self) -> bool:
-        """True if the call has run or was cancelled."""
+        """True once the call has run or was cancelled."""
         if self.made:
             return True
         future = self._future()
@@ -128,7 +128,7 @@ class Background:
         """True if a call on `key` is queued or running."""
         # `begin` was interrupted before it started a thread
         if self._queue and not self._turn.locked():
-            with suppress(RuntimeError):  # the next call's thread will run them
+            with suppress(RuntimeError):  # on failure, the next call's thread runs them
                 start_new_thread(self._work, ())
         waiting = self._queue.copy()
         if any(one.key is key and not one.future.given_up for one in waiting):
@@ -153,7 +153,7 @@ class Background:
             done.acquire()
             try:
                 start_new_thread(self._work, (done,))
-            except RuntimeError:  # no thread could be started
+            except RuntimeError:  # no thread could be started: run the calls here
                 self._work()
                 return
             with done:

@@ -33,7 +33,7 @@ __all__ = ["RequestCache"]
 
 _T = TypeVar("_T")
 
-_FEW = 16  # namespaces kept before closed ones are removed
+_FEW = 16  # number of namespaces above which closed namespaces are removed
 
 
 class RequestCache(Closable):
@@ -115,7 +115,7 @@ class RequestCache(Closable):
         with self._lock:
             found = self._spaces.get(name)
             if found is None or not found.is_open:
-                if len(self._spaces) >= self._most_spaces:  # drop the closed ones
+                if len(self._spaces) >= self._most_spaces:  # drop closed namespaces
                     self._spaces = {key: one for key, one in self._spaces.items() if one.is_open}
                     self._most_spaces = 2 * len(self._spaces) + _FEW
                 found = self._spaces[name] = Namespace(name, next(self._generations))
@@ -217,7 +217,7 @@ class RequestCache(Closable):
         want = min(length + room, self.max_seq_len)
         self._clear_prefix(prefix, stream)
         with self._turns, self._journal:
-            key_of(prefix.namespace)  # raises if it is closed
+            key_of(prefix.namespace)  # raises if the namespace is closed
             try:
                 fits = cache.can_admit([want], [prefix.match])
             except PrefixEvicted:
@@ -272,7 +272,7 @@ class RequestCache(Closable):
             namespace = prompt.namespace
             self._clear_prefix(prompt, stream)
             with self._turns, self._journal:
-                key_of(namespace)  # raises if it is closed
+                key_of(namespace)  # raises if the namespace is closed
                 begun = self._take_slot(prompt, stream)
                 if begun is None:
                     return self._shortage({}, prompt.length, match=prompt.match)
@@ -284,7 +284,7 @@ class RequestCache(Closable):
             return self._shortage({}) if slot is None else self._begun(slot, 0, namespace)
 
     def _take_slot(self, prefix: Prefix, stream: Any) -> tuple[int, int] | None:
-        """Allocates a slot with a prompt's prefix; returns slot and rows. None: short, lease
+        """Allocates a slot with a prompt's prefix; returns slot and rows, or None if short, lease
         kept."""
         begun = self.cache.alloc_prefix(prefix.match, stream=stream)
         if begun is None:
@@ -366,9 +366,9 @@ class RequestCache(Closable):
     def fork(
         self, request: Request, count: int = 1, length: int | None = None, stream: Any = None
     ) -> list[Request] | Shortage:
-        """Creates requests that start with a request's rows, for sampling or beam search.
+        """Creates new requests that begin with a request's rows, for sampling or beam search.
 
-        Makes all of them or none, and raises the errors of `KVCache.fork_many`. Full pages are
+        Creates all of them or none, and raises the errors of `KVCache.fork_many`. Full pages are
         shared, read-only. The new requests have the parent's namespace.
 
         Args:
@@ -534,7 +534,7 @@ class RequestCache(Closable):
             return list(self._requests)
 
     def close(self, stream: Any = None) -> None:
-        """Waits for background calls, then releases every request; `stream`: of the last work.
+        """Waits for background calls, then releases every request; `stream`: of their last work.
 
         Also closes the cache if `open` made it; this raises Busy while tensors of it are alive. May
         be called again after an exception, to release the remaining requests.
@@ -546,11 +546,11 @@ class RequestCache(Closable):
                 if request not in self._requests:
                     continue
                 try:
-                    # a subclass may override `release`
+                    # call_part: a subclass's `release` may call back into the cache
                     call_part(partial(self.release, request, stream=stream))
                 except VMemError as error:
                     if isinstance(error, BadHandle) or getattr(self.cache, "failed", None):
-                        self._end(request)  # the cache's close, or `recover`, frees the slots
+                        self._end(request)  # closing the cache, or `recover`, frees the slots
                     else:
                         failure = failure or error
         if self._owns and not self.cache.is_closed:
@@ -562,7 +562,7 @@ class RequestCache(Closable):
     # All except `_own`, `_require` and `_refuse_busy` are called within a journal section.
 
     def _has(self, request: Request) -> bool:
-        """True if the request still owns its slot."""
+        """Returns true if the request still owns its slot."""
         slot = request._slot
         return slot is not None and self.cache.slots.owner(slot) == request.owner
 

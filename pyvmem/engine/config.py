@@ -42,7 +42,7 @@ from pyvmem.plumbing.validation import bounded, expect, invalid, real
 
 __all__ = ["Model", "Policy", "advised", "make_cache"]
 
-_WORKLOAD = 200  # synthetic requests to compare layouts with; takes 15 ms
+_WORKLOAD = 200  # number of synthetic requests for comparing layouts; takes 15 ms
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Model:
         found = cls(tuple(layers), dtype_of(config) if dtype is None else dtype, longest_of(config))
         if DTYPE_BYTES[found.dtype] > 1 or not any(isinstance(one, StateShape) for one in layers):
             return found
-        own = str(dtype_of(config)).removeprefix("torch.")  # states do not use 8 bits
+        own = str(dtype_of(config)).removeprefix("torch.")  # states are never stored in 8 bits
         return replace(
             found,
             layers=tuple(
@@ -97,7 +97,7 @@ class Model:
 
     @property
     def first(self) -> LayerShape:
-        """The first layer with keys and values."""
+        """The first layer that stores keys and values."""
         return next(one for one in self.layers if isinstance(one, LayerShape))
 
 
@@ -202,7 +202,7 @@ def make_cache(model: Model, policy: Policy, backend: str = "auto", device: Any 
         InvalidArgument: a value that the model or the back end does not support. VMemError: as for
             `KVCache`.
     """
-    with Context(backend, device=device) as context:  # to query page sizes and memory
+    with Context(backend, device=device) as context:  # opened only to query page sizes and memory
         info, free = context.info, free_bytes(context)
     memory = policy.memory or int(free * policy.memory_share)
     values: dict[str, Any] = {

@@ -33,7 +33,7 @@ class Generation(NamedTuple):
 class Namespace:
     """Identifies what rows depend on in addition to their tokens: an adapter, an image or a tenant.
 
-    Made by `RequestCache.namespace`. A request in one namespace never begins with rows of another.
+    Created by `RequestCache.namespace`. A request never begins with another namespace's rows.
     Once closed, its rows are not matched again: a later namespace with the same name is a different
     namespace, so that a reloaded adapter does not get rows computed by its predecessor.
 
@@ -49,9 +49,9 @@ class Namespace:
 
     @property
     def key(self) -> Hashable:
-        """The cache's key for the prefixes of this namespace.
+        """Returns the cache's key for this namespace's prefixes.
 
-        Raises BadHandle if it is closed.
+        Raises BadHandle if the namespace is closed.
         """
         if not self.is_open:
             raise BadHandle(f"{self!r} is closed", errno=errno.EBADF, op="Namespace")
@@ -76,7 +76,7 @@ def key_of(namespace: Namespace | None) -> Hashable:
 
 
 class Matcher(Protocol):
-    """The prefix lookup of a cache."""
+    """Looks up prefixes in a cache."""
 
     def match(self, tokens: TokenIds, leave: int = 1) -> PrefixMatch:
         """See `KVCache.match`."""
@@ -102,7 +102,7 @@ class Prefix(Scoped):
 
     @property
     def length(self) -> int:
-        """Number of recorded tokens, a multiple of the cache's sharing unit; 0: none.
+        """Number of recorded tokens, a multiple of the cache's sharing unit; may be 0.
 
         Includes tokens whose rows are in host memory (`KVCacheConfig.host_prefixes`); these may be
         lost before they are used.
@@ -111,11 +111,11 @@ class Prefix(Scoped):
 
     @property
     def match(self) -> PrefixMatch:
-        """The lease, in the form that `KVCache`'s own calls accept."""
+        """Returns the lease, in the form that `KVCache`'s own calls accept."""
         return self._match
 
     def renew(self) -> None:
-        """Looks the prompt up again: the recorded prefix may have grown, or shrunk after
+        """Looks the prompt up again: the recorded prefix may have grown, or have shrunk after
         `release`."""
         before, self._match = self._match, self._cache.match(self.tokens)
         before.release()

@@ -23,9 +23,9 @@ __all__ = ["Request", "State"]
 class State(enum.Enum):
     """The state of a request, which determines the calls it accepts."""
 
-    RUNNING = "running"  # it has a slot
-    SWAPPED = "swapped"  # its rows are in host memory; `RequestCache.swap_in`
-    BUSY = "busy"  # a background call is using it; wait for the call first
+    RUNNING = "running"  # has a slot
+    SWAPPED = "swapped"  # its rows are in host memory; `RequestCache.swap_in` restores them
+    BUSY = "busy"  # a background call is using it; wait until that call is done
     ENDED = "ended"  # released; every call rejects it
 
 
@@ -60,7 +60,7 @@ class Request:
     @property
     def state(self) -> State:
         """See `State`."""
-        # read before base_state: a call sets that before it finishes
+        # read `calls` before base_state: a call sets base_state before it finishes
         busy = self.calls and self.pending
         base = self.base_state
         return State.BUSY if busy and base is not State.ENDED else base
@@ -82,7 +82,7 @@ class Request:
 
     def require(self, state: State) -> None:
         """Raises the errors of `slot` unless the request is in the given state."""
-        now = self.state  # read once, as a background call may change it
+        now = self.state  # read only once: a background call may change the state
         if now is not state:
             raise self.refusal(now, state)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The result of a call that found too little memory, too few slots or too few mappings."""
+"""The result of a call that ran short of memory, slots or mappings."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def survey(devices: tuple[int, ...] = (0,)) -> list[dict[str, Any]]:
     """Opens a context on every back end, and returns a record for each.
 
     Args:
-        devices: CUDA ordinals; the first one has the pages.
+        devices: CUDA ordinals; the pages are on the first device.
 
     Returns:
         Records in the order of ``"auto"``, with ``backend``, ``usable``, and the result of `about`

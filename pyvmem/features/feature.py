@@ -38,7 +38,7 @@ class BackEnd(Protocol):
 
     @property
     def page_sizes(self) -> tuple[int, ...]:
-        """Its page sizes, in bytes."""
+        """Its page sizes in bytes."""
 
     @property
     def devices(self) -> tuple[int, ...]:

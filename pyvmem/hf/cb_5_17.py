@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """The cache for continuous batching in transformers 5.17.
 
-In this version, the scheduler itself counts blocks and requests more of them. Here a block is one
-token, so the scheduler counts tokens; free memory is also reported in tokens, rounded down to whole
-pages of every tensor. Parallel answers are not forked; they match the prompt that the first answer
-recorded, as 5.17 must know the number of forks in advance.
+In this version the scheduler does its own block accounting and asks for more blocks. Here a block
+is one token, so the scheduler counts tokens; free memory is also reported in tokens, rounded down
+to whole pages of every tensor. Parallel samples are not forked, because 5.17 has to know the number
+of forks in advance; instead, later samples hit the prompt that the first one recorded.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def _context_has(group: Group, need: int) -> bool:
 
 
 def _reach(groups: Sequence[Group]) -> int:
-    """Returns the bytes of the groups' budget that requests could still get."""
+    """Returns the number of bytes of the groups' budget that requests could still get."""
     share = groups[0].reclaimer.share
     assert share is not None
     own = groups[0].reclaimer.idle({})  # pages being unmapped, or mapped without an owner

@@ -287,7 +287,7 @@ class Budget(Closable):
             )
 
     def check(self) -> list[str]:
-        """Returns contradictions in the records, as text; `KVCache.check_integrity` raises them."""
+        """Describes every mismatch in the records; `KVCache.check_integrity` raises them."""
         reserved, granted = self._reserved(), self.granted_bytes
         if reserved <= granted:
             return []
@@ -424,7 +424,7 @@ class Share:
         return self.reclaimer.limit * self.layout.page_size
 
     def room(self) -> int:
-        """Returns the bytes that the cache could take now without reclaiming from others."""
+        """Returns how many bytes the cache could take now without reclaiming from others."""
         budget, taken = self.budget, 0
         for one in budget._shares:  # a plain loop, for speed: every step runs it
             used = one.reclaimer.device_pages * one.layout.page_size
@@ -436,7 +436,7 @@ class Share:
         return self.budget.total_bytes
 
     def beyond(self) -> int:
-        """Returns the bytes that the ledger could still grant when last read; 0 without a
+        """Returns the number of bytes that the ledger could still grant when last read; 0 without a
         ledger."""
         return 0 if self.budget._ledger is None else self.budget._ledger.hint
 
@@ -472,7 +472,7 @@ class Share:
         return [one.reclaimer for one in self._rest()]
 
     def returning(self) -> int:
-        """Returns the bytes that the other caches are unmapping, above their floors."""
+        """Returns the number of bytes that the other caches are unmapping, above their floors."""
         return sum(one._returning() for one in self._rest())
 
     def finish_idle(self) -> None:
@@ -506,7 +506,7 @@ class Share:
         )
 
     def leaving(self) -> int:
-        """Returns the bytes that evicted prefixes of the other caches will free."""
+        """Returns the number of bytes that evicted prefixes of the other caches will free."""
         return sum(one.reclaimer.leaving * one.layout.page_size for one in self._rest())
 
     def excluding(self, own: Collection[Reclaimer]) -> Share:
@@ -548,7 +548,7 @@ class Share:
     def evict(self, nbytes: int) -> int:
         """Makes the other caches evict `nbytes` of recorded prefixes that no request uses.
 
-        Returns the bytes that this frees, now or when batches in flight are complete.
+        Returns the number of bytes that this frees, now or when batches in flight are complete.
         """
         back = 0
         for one in self._by_excess():
@@ -558,7 +558,7 @@ class Share:
         return back
 
     def check(self) -> list[str]:
-        """Returns contradictions in the budget's records, as text."""
+        """Returns a description of each inconsistency in the budget's records."""
         return self.budget.check()
 
     # ---- the arithmetic --------------------------------------------------------------------------
@@ -624,7 +624,7 @@ class OnLedger(Participant):
         return self.account.used
 
     def beyond(self) -> int:
-        """Returns the bytes that the ledger would grant now; also updates `hint`."""
+        """Returns the number of bytes that the ledger would grant now; also updates `hint`."""
         self.hint = min(self._limit - self.granted, self.account.room(free_bytes(self._context)))
         return self.hint
 

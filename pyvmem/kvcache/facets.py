@@ -79,7 +79,7 @@ class CacheMemory(Facet):
             return admission.lacking(self._open(), seq_lens)
 
     def for_truncate(self, reqid: int, length: int) -> int:
-        """Returns the bytes that `truncate` to `length` tokens needs for copies.
+        """Returns the number of bytes that `truncate` to `length` tokens needs for copies.
 
         Raises InvalidArgument for a reqid that does not exist or is free, and for more tokens
         than it holds.
@@ -88,7 +88,7 @@ class CacheMemory(Facet):
             return truncation.copied(self._open(), reqid, operator.index(length))
 
     def for_fork(self, reqid: int, count: int, length: int) -> int:
-        """Returns the bytes that `fork_many` needs for pages that cannot be shared.
+        """Returns the number of bytes that `fork_many` needs for pages that cannot be shared.
 
         Raises InvalidArgument for a reqid that does not exist or is free, and for more tokens
         than it holds.
@@ -97,7 +97,7 @@ class CacheMemory(Facet):
             return forks.forked(self._open(), reqid, operator.index(count), operator.index(length))
 
     def obtainable(self) -> tuple[int, int]:
-        """Returns the bytes that requests could still get, and the maximum that the cache may use.
+        """Returns how many bytes requests could still get, and the maximum that the cache may use.
 
         The first number counts free and reclaimable memory, including recorded prefixes that no
         request uses.

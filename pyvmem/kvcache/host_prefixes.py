@@ -284,7 +284,7 @@ class HostPrefixes:
             self._slabs.pop()
 
     def check(self) -> list[str]:
-        """Returns contradictions between the cells and the keys, as text."""
+        """Returns a description of each inconsistency between the cells and the keys."""
         free = set(self._free)
         if len(free) < len(self._free) or not free.issubset(self._unused()):
             return ["a cell of host memory is both used and free, or free twice"]

@@ -165,7 +165,7 @@ def verify(groups: Sequence[Group]) -> None:
 
 
 def check(group: Group) -> list[str]:
-    """Returns contradictions among a group's records and between them and libvmem, as text."""
+    """Describes every mismatch among a group's records and between them and libvmem."""
     found: list[str] = []
     table, pager, reclaimer, layout = group.table, group.pager, group.reclaimer, group.layout
     held = granted = slid = 0
@@ -244,7 +244,7 @@ def check(group: Group) -> list[str]:
 
 
 def _check_together(groups: Sequence[Group]) -> list[str]:
-    """Returns contradictions between groups that have the same requests."""
+    """Returns a description of each inconsistency between groups that have the same requests."""
     found = []
     for slots in zip(*(group.table for group in groups), strict=True):
         place = slots[0].index
@@ -311,7 +311,7 @@ def _check_entries(group: Group, slot: Slot, start: int) -> list[str]:
 
 
 def check_places(group: Group, slot: Slot) -> list[str]:
-    """Returns contradictions between a slot's pages and their recorded tiers, as text."""
+    """Returns a description of every mismatch between a slot's pages and their recorded tiers."""
     found, tier_map, name = [], slot.tier_map, f"slot {slot.index}"
     for low, high, tier in tier_map.noted:
         if low < slot.head or high > slot.mapped:
@@ -351,7 +351,7 @@ def _check_memory(group: Group, slot: Slot, low: int, high: int, tier: Tier) -> 
 
 
 def check_away(group: Group) -> list[str]:
-    """Returns contradictions in the counts of off-device pages, as text."""
+    """Returns a description of each inconsistency in the counts of off-device pages."""
     tensors = group.layout.num_tensors
     counted: Counter[Tier] = Counter()
     for slot in group.table:

@@ -88,7 +88,7 @@ class Journal:
         self.entries.append(_MADE)
 
     def on_abort(self, run: Callable[[], None]) -> None:
-        """Registers a function that undoes a part of the call; it must be safe to run twice."""
+        """Registers a function that undoes part of the call; it must be safe to run twice."""
         self.entries.append(run)
 
     # ---- around a call ---------------------------------------------------------------------------

@@ -87,7 +87,7 @@ class Mapper:
         count: int,
         stride: int,
     ) -> None:
-        """Drops a part of a handle and applies the edits; on failure nothing has changed."""
+        """Drops part of a handle and applies the edits; on failure nothing has changed."""
         outcome = Outcome(edits)
         self.journal.entries.append(outcome)
         pages.drop_range(offset, size, count, stride, outcome)

@@ -725,7 +725,7 @@ class PrefixCache:
         return self.tree.tokens // self.unit * self.unit_pages[place]
 
     def check(self) -> list[str]:
-        """Returns contradictions in the tree, its pins and its spans, as text."""
+        """Returns a description of each inconsistency in the tree, its pins and its spans."""
         found = self.tree.check()
         wanted: dict[Node[_Spans], int] = {}
         for slot in self._table:

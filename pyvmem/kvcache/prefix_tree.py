@@ -594,7 +594,7 @@ class PrefixTree(Generic[S]):
             yield from nodes
 
     def check(self) -> list[str]:
-        """Checks the tree's invariants; returns contradictions as text. Visits all nodes."""
+        """Checks the tree's invariants; describes each violation. Visits all nodes."""
         return _check(self)
 
     # ---- inside ----------------------------------------------------------------------------------

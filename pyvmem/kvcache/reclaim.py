@@ -56,7 +56,7 @@ class Share(Protocol):
     """A cache's part of a budget shared by several caches. Sizes are bytes."""
 
     def room(self) -> int:
-        """Returns the bytes that the other caches currently leave for this cache."""
+        """Returns the number of bytes that the other caches currently leave for this cache."""
 
     def total(self) -> int:
         """Returns the size of the budget."""
@@ -83,7 +83,7 @@ class Share(Protocol):
         """Returns the bytes above their floors that the other caches would free after a wait."""
 
     def leaving(self) -> int:
-        """Returns the bytes that the other caches will free by unmapping evicted prefixes."""
+        """Returns how many bytes the other caches will free by unmapping evicted prefixes."""
 
     def excluding(self, own: Collection[Reclaimer]) -> Share:
         """Returns the same share, with `own` not counted among the other caches."""
@@ -111,7 +111,7 @@ class Share(Protocol):
         """Returns the name and number of driver mappings of every other engine in the ledger."""
 
     def check(self) -> list[str]:
-        """Returns contradictions in the budget's records, as text."""
+        """Returns a description of each inconsistency in the budget's records."""
 
 
 class Reclaimer:

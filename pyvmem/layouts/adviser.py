@@ -3,8 +3,8 @@
 
 The rule, in order:
 
-1. Mapping must be hidden: at the layout's own batch, the map calls of an iteration take at most
-   half of an iteration, in which they run in the background.
+1. Mapping must be hidden: at the layout's own batch, the map calls of an iteration, which run in
+   the background, take at most half of it.
 2. Of these, the layouts within 1 % of the best score are kept. The score is the batch size divided
    by the attention time once the memory is full (`pyvmem.layouts.entries`): on a full card, the
    part of a request that does not fill 2 MB blocks is slow to read if layers share a tensor and
@@ -46,8 +46,8 @@ calls of several processes: if all n ranks of a machine map at once, a call take
 (`vmem bench devices`).
 """
 
-_CLOSE = 0.01  # fraction of the best score
-_HIDDEN = 0.5  # fraction of an iteration
+_CLOSE = 0.01  # how close to the best score a layout must be, as a fraction
+_HIDDEN = 0.5  # maximum time of map calls, as a fraction of an iteration
 
 
 def call_us(backend: str, ranks: int = 1) -> float:
@@ -155,7 +155,7 @@ def _worth(one: Cost) -> float:
 
 
 def _trouble(one: Cost) -> tuple[float, int, int]:
-    calls = float(f"{one.calls_per_token:.2g}")  # ignores smaller differences
+    calls = float(f"{one.calls_per_token:.2g}")  # two digits: smaller differences do not matter
     return calls, one.choice.group_size, one.choice.page_size
 
 

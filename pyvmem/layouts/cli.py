@@ -188,7 +188,7 @@ def _table(
         f"{shape.name}: {_kinds(shape)}, {shape.dtype}; "
         f"{shape.token_bytes:,} bytes per token{state}",
         f"{counted(len(requests), 'request')}, {source}; "
-        f"a running one has {tokens:,.0f} tokens on average",
+        f"{tokens:,.0f} tokens per running request on average",
         f"{memory / 2**30:.1f} GiB for keys and values",
         *([f"{args.overread} rows past each prompt, for the kernel"] if args.overread else []),
         "",

@@ -31,7 +31,7 @@ __all__ = ["Choice", "Cost", "Held", "cost", "held_by", "layouts_of", "page_tabl
 _KB64 = 64 << 10
 _MAX_RUN = 1 << 12
 _MAPPING_BYTES = (
-    2360  # bytes of kernel memory per mapping of `stock` (580.159.04; benchmarks/api, "decode")
+    2360  # kernel memory per mapping of `stock`, in bytes (580.159.04; benchmarks/api, "decode")
 )
 
 
@@ -128,15 +128,15 @@ class Cost:
 
     @property
     def calls_per_growth(self) -> int:
-        """Map calls when a request outgrows its pages; counted as in `calls_per_token`."""
+        """Map calls each time a request outgrows its pages; counted as in `calls_per_token`."""
         return self.tensors
 
 
 def page_table_bytes(page_size: int) -> int:
-    """Returns the bytes of the GPU's page table for a page.
+    """Returns the number of bytes of the GPU's page table for a page.
 
-    An entry has 8 bytes. 128 and 256 KB are two and four adjacent entries of 64 KB; a page
-    of 2 MB is one entry of the level above, of which the hardware reads 16 bytes.
+    An entry takes 8 bytes. Pages of 128 and 256 KB take two and four adjacent entries of 64 KB; a
+    page of 2 MB takes one entry of the level above, which the hardware reads as 16 bytes.
     """
     if page_size >= 2 << 20:
         return 16 * (page_size // (2 << 20))
@@ -201,7 +201,7 @@ def _whole(pages: int, block: int) -> int:
 
 
 def _gone(layout: Layout, page_size: int, unit: int, tokens: int) -> int:
-    """Returns the pages unmapped behind the window when a request decodes the last of `tokens`."""
+    """Counts the pages unmapped behind the window when a request decodes the last of `tokens`."""
     config = layout.config
     if not config.window:
         return 0
@@ -216,7 +216,7 @@ def _longest_run(each: float, choice: Choice) -> int:
     free memory for surplus pages, and a run is 2 MB at most.
     """
     if choice.run > 1:
-        return 1  # the layouts' pages already are runs
+        return 1  # the layouts' pages are already runs
     free = each * KVCacheConfig.low_watermark / 2
     return _floor_power(int(min(free, LARGE_ENTRY)) // choice.page_size)
 
@@ -241,7 +241,7 @@ def _floor_power(value: int) -> int:
 
 
 def _most_waste(layout: Layout, choice: Choice, unit: int) -> int:
-    """Returns the bytes of `Cost.waste_bound` for one layer group."""
+    """Returns the number of bytes of `Cost.waste_bound` for one layer group."""
     config = layout.config
     if layout.state:
         return (layout.slot_pages * layout.page_size - layout.row_bytes) * layout.num_tensors

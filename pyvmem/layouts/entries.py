@@ -19,7 +19,7 @@ from math import log2
 __all__ = ["LARGE_ENTRY", "MEASURED_GROUPS", "attention_time"]
 
 LARGE_ENTRY = 2 << 20
-"""Bytes of a page that one large entry of the GPU's page table maps."""
+"""Bytes that one large entry of the GPU's page table maps."""
 
 _Curve = tuple[tuple[float, float], ...]
 
@@ -35,7 +35,7 @@ _SMALL: dict[int, _Curve] = {
 _LARGE = {1: 1.0, 4: 1.02, 8: 1.02, 16: 1.02, 32: 1.02}
 
 MEASURED_GROUPS = max(_SMALL)
-"""The most layers in a tensor that were measured."""
+"""The largest number of layers per tensor that was measured."""
 
 
 def attention_time(

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 MOST = 1 << 24
-"""The greatest count accepted on a command line."""
+"""The largest count accepted on a command line."""
 
 _SMALLEST_PAGE, _LARGEST_PAGE = 4 << 10, 1 << 30
 

@@ -73,7 +73,7 @@ class ModelShape:
 
     @property
     def largest_group(self) -> int:
-        """The most layers that can share a tensor: a divisor of every group of equal layers."""
+        """The maximum number of layers per tensor: it divides the size of every group."""
         return gcd(*(config.num_layers for config in self.configs()))
 
     @property

@@ -43,7 +43,7 @@ class Request(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """Tokens with keys and values in its last iteration: all but the last generated token."""
+        """Tokens whose keys and values exist in the last iteration: all but the last token."""
         return self.context + self.output - 1
 
 
@@ -102,7 +102,7 @@ def _read(path: Path) -> list[tuple[Request, Mapping[str, Any]]]:
             else:
                 rows = csv.DictReader(lines)
             requests = [(_request(number, row), row) for number, row in enumerate(rows, 1)]
-    # open() raises OSError, csv csv.Error, and json and float the others.
+    # open() raises OSError; csv raises csv.Error; json and float raise the others.
     except (OSError, ValueError, TypeError, OverflowError, RecursionError, csv.Error) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise invalid(f"{path}: {why}", op="vmem layouts") from None
@@ -113,7 +113,7 @@ def _read(path: Path) -> list[tuple[Request, Mapping[str, Any]]]:
 
 
 def _time(row: Mapping[str, Any]) -> float:
-    """Returns the arrival time of a row, in seconds since an arbitrary moment."""
+    """Returns a row's arrival time, in seconds from an arbitrary origin."""
     if row.get("timestamp") is not None:
         return float(row["timestamp"]) / 1e3
     if row.get("TIMESTAMP"):
@@ -123,7 +123,7 @@ def _time(row: Mapping[str, Any]) -> float:
 
 
 def poisson(requests: Iterable[Request], rate: float, seed: int) -> list[Arrival]:
-    """Gives requests, in their order, the arrival times of a Poisson process of `rate` per second.
+    """Assigns arrival times in order, from a Poisson process of `rate` requests per second.
 
     Raises:
         InvalidArgument: the rate is not positive.

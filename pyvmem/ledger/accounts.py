@@ -74,7 +74,7 @@ _SLOTS = 64
 _SIZE = _HEADER + _SLOTS * _SLOT
 _LOCKS = 1 << 40  # offset of the lock bytes, far past the contents
 _STALE_NS = 2_000_000_000  # ns after which a shortage expires unless it is posted again
-_PATIENCE_S = 2.0  # wait for the lock, which is normally held for microseconds
+_PATIENCE_S = 2.0  # timeout for the lock, which is normally held for microseconds
 
 _HEAD = struct.Struct("<8sIIQ")  # magic, version, slots, capacity
 _CAPACITY_AT = 16
@@ -179,7 +179,7 @@ def device_of(name: str, uuid: str) -> str:
 
 
 def devices(folder: Path) -> list[str]:
-    """Returns the devices that have a ledger in a directory, which need not exist.
+    """Lists the devices with a ledger in a directory; the directory need not exist.
 
     Raises:
         VMemError: as for `private`.
@@ -195,7 +195,7 @@ def devices(folder: Path) -> list[str]:
 
 
 def engines_in(folder: Path) -> dict[str, list[EngineInfo]]:
-    """Returns the engines of every device that has a ledger in a directory.
+    """Lists the engines of every device with a ledger in a directory.
 
     Raises:
         VMemError: as for `Ledger`.
@@ -218,7 +218,7 @@ class EngineInfo:
     """A snapshot of an engine in the ledger. All sizes are bytes of one device.
 
     Attributes:
-        name: chosen by the user; unique among living engines.
+        name: set by the user; unique among living engines.
         identity: a number below 2**63, unique among engines.
         pid: process id in the engine's own PID namespace.
         here: True if that is this process's namespace.
@@ -403,7 +403,7 @@ class Ledger(Closable):
 
     @property
     def closed(self) -> bool:
-        """True after `close`, and in a forked child of the process that opened it."""
+        """True after `close`, and in a forked child of the process that opened the ledger."""
         return self._map.closed
 
     def _forked(self) -> None:
@@ -427,7 +427,7 @@ class Ledger(Closable):
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Holds the file's lock, which excludes other threads and processes.
+        """Holds the file's lock, to exclude other threads and processes.
 
         Raises:
             ForkedProcess: the ledger belongs to the parent process. BadHandle: it is closed.
@@ -532,7 +532,7 @@ class Ledger(Closable):
         return bytes(self._map[at : at + _NAME_SIZE]).split(b"\0")[0].decode(errors="replace")
 
     def _owned(self, slot: int) -> bool:
-        """True if another living process holds the slot.
+        """Returns true if another living process holds the slot.
 
         Locks held by this process do not show, so callers check `_mine`.
         """
@@ -681,7 +681,7 @@ class Ledger(Closable):
 
     @contextlib.contextmanager
     def _joining(self, host: int) -> Iterator[int]:
-        """Yields the host memory of other devices' engines, to which none can add inside the
+        """Yields the host memory of other devices' engines, which cannot grow inside the
         block."""
         if not host:
             yield 0
@@ -732,9 +732,9 @@ class Account:
     def __init__(self, ledger: Ledger, slot: int) -> None:
         self.ledger = ledger
         self.slot = slot
-        self._owed: list[Callable[[], None]] = []  # changes waiting for the lock
-        self._goal = 0  # largest `used` that the current shortage requested
-        self._own = {_ASKS_AT: 0, _GIVES_AT: 0}  # signals sent by this account
+        self._owed: list[Callable[[], None]] = []  # changes to make once the lock is free
+        self._goal = 0  # largest `used` requested during the current shortage
+        self._own = {_ASKS_AT: 0, _GIVES_AT: 0}  # number of signals that this account sent
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -784,11 +784,11 @@ class Account:
 
     @property
     def used(self) -> int:
-        """Bytes granted."""
+        """Bytes granted to the engine."""
         return self._get("used")
 
     def room(self, free: int | None = None) -> int:
-        """Returns the bytes that `take` would grant now; `free`: unused memory of the device."""
+        """Returns how many bytes `take` would grant now; `free`: unused memory of the device."""
         try:
             with self._locked():
                 return self._room(free)
@@ -835,7 +835,7 @@ class Account:
         self._change(lambda: self.ledger.put(self.slot, "pending", self._get("used") - mapped))
 
     def give(self, nbytes: int, handles: int = 0) -> None:
-        """Returns the bytes of unmapped pages."""
+        """Gives the bytes of unmapped pages back."""
 
         def change() -> None:
             self._add("used", -nbytes)
@@ -845,7 +845,7 @@ class Account:
         self._change(change)
 
     def want(self, nbytes: int) -> None:
-        """Posts the bytes that requests are short of; 0: not short.
+        """Posts how many bytes requests are short of; 0 ends the shortage.
 
         Signals an ask if the engine was not short before, or now needs a larger total.
         """
@@ -891,7 +891,7 @@ class Account:
         An engine is short if it wants more than is free for it, and more than its own idle prefixes
         hold. For the fair share, add up the free memory and the memory of this engine, of the short
         engines and of those that hold more than this engine; then divide it equally among these
-        engines, within each one's floor and limit.
+        engines, within the floor and limit of each.
         """
         with contextlib.suppress(LedgerHeld), self._locked():
             return self._has_more(free)
@@ -919,14 +919,14 @@ class Account:
         return used > max(part // parts, self._get("floor"))
 
     def _short_of(self, slot: int, live: list[int], free: int | None) -> int:
-        """Returns the bytes that another engine recently wanted and had no room for."""
+        """Returns the number of bytes that another engine recently wanted and had no room for."""
         word = self.ledger.word
         if slot == self.slot or time.monotonic_ns() - word(slot, "want_ns") >= _STALE_NS:
             return 0
         return max(0, word(slot, "want") - self._room_of(slot, live, free))
 
     def _room_of(self, slot: int, live: list[int], free: int | None) -> int:
-        """Returns the bytes that the capacity and the device's free memory leave for an engine."""
+        """Returns the number of bytes that capacity and free device memory leave for an engine."""
         ledger, word = self.ledger, self.ledger.word
         others = [other for other in live if other != slot]
         room = 1 << 63
@@ -956,7 +956,7 @@ class Account:
     def close(self) -> None:
         """Leaves the ledger. Idempotent; does nothing in a forked child."""
         if not self.ledger.closed:
-            # then closing the file below releases the slot's lock
+            # if so, closing the file below releases the slot's lock
             with contextlib.suppress(LedgerHeld):
                 self.ledger.leave(self.slot)
             self.ledger.close()

@@ -120,7 +120,7 @@ def _one(folder: Path, name: str) -> dict[str, dict[str, Any]]:
 
 
 def _change(folder: Path, name: str, body: bytes) -> Reply:
-    """Checks the changes on every device of the engine, then makes them on each."""
+    """Checks the changes on every device of the engine, then applies them to each."""
     words = _words(body)
     _one(folder, name)
     with ExitStack() as stack:
@@ -132,7 +132,7 @@ def _change(folder: Path, name: str, body: bytes) -> Reply:
         try:
             order_on_all(there, name, **words)
         except InvalidArgument as error:
-            if not error.op:  # the engine has exited since
+            if not error.op:  # the engine has exited since the check
                 raise _Refused(404, str(error)) from error
             numbers = {"value": error.bytes, "limit": error.limit}
             raise _Refused(400, str(error), field=error.op, **numbers) from error

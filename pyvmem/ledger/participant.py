@@ -23,7 +23,7 @@ _REPORT_S = 0.25
 
 
 def weakly(method: Callable[[], bool]) -> Callable[[], bool]:
-    """Wraps a bound method: holds its object weakly, and returns False once that is gone."""
+    """Wraps a bound method, holding its object weakly; returns False once the object is gone."""
     known = weakref.WeakMethod(method)
 
     def call() -> bool:

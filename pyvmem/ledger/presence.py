@@ -58,7 +58,7 @@ class Announced(Closable):
         return f"<Announced {self.name!r}{', closed' * self._left}>"
 
     def report(self) -> bool:
-        """Writes the numbers, and applies a new limit; False once the cache is closed or gone."""
+        """Writes the numbers, applies a new limit; False once the cache is closed or gone."""
         return self._tend(now=True)
 
     def _tend(self, *, now: bool) -> bool:

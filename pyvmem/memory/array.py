@@ -38,7 +38,7 @@ _SAME_SIZE: Final = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 class VirtualArray:
-    """A part of a reservation with a shape, strides and an element type; see `Reservation.array`.
+    """Part of a reservation with a shape, strides and an element type; see `Reservation.array`.
 
     The reservation cannot be closed while the array, or an object created from it, is alive.
     """

@@ -16,7 +16,7 @@ __all__ = ["Failed", "NotRun", "Result", "expect", "pattern", "raises", "reserve
 
 
 class Failed(Exception):
-    """A check failed: something on this machine does not work."""
+    """A check failed: a feature does not work on this machine."""
 
 
 class NotRun(Exception):
@@ -48,7 +48,7 @@ def pattern(seed: int, offset: int) -> bytes:
 
 
 def expect(condition: bool, otherwise: str) -> None:
-    """Raises Failed with the text `otherwise` unless `condition` is true."""
+    """Raises Failed(`otherwise`) unless `condition` is true."""
     if not condition:
         raise Failed(otherwise)
 

@@ -144,7 +144,7 @@ def page_sizes(context: Context) -> str:
     sizes = context.info.page_sizes
     for size in sizes:
         with reserve(context, 5 * max(size, 2 << 20)) as range_:
-            # A reservation is aligned to its smallest page.
+            # The reservation is aligned only to its smallest page.
             first = -(-range_.addr // size) * size
             ops = OpBatch(1)
             ops.populate(first, size, 2, 2 * size, page_size=size)
@@ -153,7 +153,7 @@ def page_sizes(context: Context) -> str:
                 context.write(addr + size - 64, pattern(size, addr))
             for addr in (first, first + 2 * size):
                 got = context.read(addr + size - 64, 64)
-                expect(got == pattern(size, addr), f"a page of {size} bytes holds something else")
+                expect(got == pattern(size, addr), f"a page of {size} bytes lost what was written")
             context.unmap(first, size)
             context.unmap(first + 2 * size, size)
     return ", ".join(str(size) for size in sizes)

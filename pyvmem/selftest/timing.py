@@ -48,7 +48,7 @@ def _ours(context: Context, samples: int) -> dict[str, Any]:
             middle = time.perf_counter()
             context.batch(shrink)
             end = time.perf_counter()
-            if turn >= 3:  # the first ones allocate page tables
+            if turn >= 3:  # the first three allocate page tables
                 times[0].append(middle - start)
                 times[1].append(end - middle)
     return {"page_bytes": page, "map": _summary(times[0]), "unmap": _summary(times[1])}

@@ -14,7 +14,7 @@ _MIB = 1 << 20
 def chart(
     steps: Sequence[tuple[int, int]], width: int = _WIDTH, height: int = _HEIGHT
 ) -> list[str]:
-    """Returns the lines of the chart; an empty list for a run that mapped nothing.
+    """Returns the chart's lines; an empty list if the run mapped nothing.
 
     Args:
         steps: per step: mapped bytes, and the part of them that held tokens.

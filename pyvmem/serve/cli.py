@@ -238,13 +238,13 @@ def _serve(args: argparse.Namespace, context: Context, found: list[str]) -> int:
 
 
 def _prompts(asked: int, found: int) -> str:
-    """Describes the number of prompts, and whether the file's prompts are repeated."""
+    """Describes how many prompts there are, and whether the file's prompts are repeated."""
     text = counted(asked, "prompt")
     return f"{text} (the file has {found}; they are repeated)" if asked > found else text
 
 
 def _passed_over(why: str) -> str:
-    """Names the back ends passed over, without the reasons, which are long."""
+    """Names the back ends passed over; the reasons would be too long."""
     names = re.findall(r"(?:^|; )(uvm|stock|cuda): ", why)
     return f" ({', '.join(names)} cannot be used here: `vmem probe` says why)" if names else ""
 
@@ -415,7 +415,7 @@ def _references(
 def _setting(
     args: argparse.Namespace, context: Context, loaded: LoadedModel, cache: KVCache
 ) -> dict[str, Any]:
-    """The run's settings, for the report."""
+    """Returns the run's settings, for the report."""
     import torch
     import transformers
 

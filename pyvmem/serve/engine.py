@@ -68,7 +68,7 @@ class EngineStats:
 
     Attributes:
         steps: model calls.
-        prompt_tokens: prompt tokens computed, including recomputation after a preemption.
+        prompt_tokens: prompt tokens computed, including those recomputed after a preemption.
         new_tokens: tokens generated.
         preemptions, recomputed_tokens: requests that lost their memory, and the tokens lost.
         peak_running: largest number of requests in a step.
@@ -115,8 +115,8 @@ class Engine(Closable):
         attention: its `choice` names the kernel.
 
     Raises:
-        ValueError: the cache was created for other layers or heads than the model's.
-        NotSupported: attention that is more than causal with windows
+        ValueError: the cache's layers or heads differ from the model's.
+        NotSupported: attention other than causal, with or without windows
             (`pyvmem.models.hf_config.plain_rows`), MLA in another form than DeepSeek-V3's, or MLA
             in a model that also has states.
     """
@@ -184,11 +184,11 @@ class Engine(Closable):
 
     @property
     def unfinished(self) -> int:
-        """The number of waiting and running requests."""
+        """Returns the number of waiting and running requests."""
         return len(self._scheduler.waiting) + len(self._scheduler.running)
 
     def add(self, job: Job) -> None:
-        """Queues a job; it joins in a later step. Raises ValueError as `Scheduler.add`."""
+        """Queues a job; it joins in a later step. Raises ValueError like `Scheduler.add`."""
         self._scheduler.add(job)
 
     def run(self, jobs: Iterable[Job]) -> Iterator[TokenEvent]:
@@ -331,7 +331,7 @@ class Engine(Closable):
 
 
 def _states_of(cache: KVCache, shapes: list[Shape]) -> LayeredCache | None:
-    """The cache, if layers have states; ValueError if their shapes are not the cache's."""
+    """Returns the cache if layers have states. Raises ValueError if the shapes differ."""
     held: list[type] = [LayerShape] * cache.config.num_layers
     if isinstance(cache, LayeredCache):
         held = [type(shape) for shape in cache.layers]

@@ -10,7 +10,7 @@ __all__ = ["Completion", "FinishReason", "Job", "Sequence"]
 
 
 class FinishReason(enum.Enum):
-    """The reason a request ended."""
+    """The reason why a request ended."""
 
     EOS = "eos"  # the model generated an end-of-text token
     LENGTH = "length"  # max_new_tokens reached
@@ -54,7 +54,7 @@ class Completion:
     Attributes:
         tokens: the answer's token ids, including any end-of-text token.
         predictions: the model's choice at each position; differs from `tokens` only under `forced`.
-        preemptions: how often the request lost its memory and was recomputed.
+        preemptions: number of times that the request lost its memory and was recomputed.
         first_step, last_step: engine steps that generated its first and last token; -1: none.
     """
 
@@ -93,7 +93,7 @@ class Sequence:
 
     @property
     def answer(self) -> list[int]:
-        """The tokens generated so far."""
+        """Returns the tokens generated so far."""
         return self.tokens[len(self.job.prompt) :]
 
     @property

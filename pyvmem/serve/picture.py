@@ -72,7 +72,7 @@ def draw(trace: dict[str, Any], out: str | Path) -> None:
     from matplotlib.figure import Figure
 
     settings: Any = {
-        "svg.hashsalt": "vmem",  # makes the file reproducible
+        "svg.hashsalt": "vmem",  # fixed, so that the file is reproducible
         "svg.fonttype": "none",
         "font.size": 9,
         "axes.spines.top": False,
@@ -121,7 +121,7 @@ def _draw_lanes(axes: Any, trace: dict[str, Any]) -> None:
 
 
 def _draw_total(axes: Any, trace: dict[str, Any]) -> None:
-    """Draws the sum over all slots, and the memory that other layouts would take."""
+    """Draws the sum over all slots, and the memory that other layouts would need."""
     steps = trace["steps"]
     x = [step["step"] for step in steps] + [steps[-1]["step"] + 1]
 

@@ -34,7 +34,7 @@ class AnswerPrinter:
     """Turns token events into lines, written as soon as each is complete.
 
     Args:
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
         prompts: by request id; a prompt is printed when its first token arrives.
         write: called with each line, without its newline.
         width: characters after which a line is broken at a space.
@@ -50,7 +50,7 @@ class AnswerPrinter:
         self._digits = len(str(max(prompts, default=0)))
         self._tokens: dict[int, list[int]] = {}
         self._printed: dict[int, int] = {}
-        self._left = deque(sorted(prompts))  # the first one is being printed
+        self._left = deque(sorted(prompts))  # request ids; the answer of the first is being printed
         self._held: dict[int, list[str]] = {name: [] for name in prompts}
         self._ended: set[int] = set()
 
@@ -80,7 +80,7 @@ class AnswerPrinter:
     def _flush(self, name: int, done: bool) -> None:
         text = self._tokenizer.decode(self._tokens[name], skip_special_tokens=True)
         if not done:
-            text = text.rstrip("\ufffd")  # an incomplete UTF-8 character
+            text = text.rstrip("\ufffd")  # drop an incomplete UTF-8 character
         while True:
             rest = text[self._printed[name] :]
             end = rest.find("\n")

@@ -21,7 +21,7 @@ def parse(text: str) -> list[str]:
 
 
 def load(path: str | Path | None = None, count: int = 0) -> list[str]:
-    """Loads `count` prompts from a file, repeating them if it has fewer; 0: all.
+    """Loads `count` prompts from a file, repeating them if it has fewer; 0 loads all.
 
     Raises:
         OSError: the file cannot be read.
@@ -41,7 +41,7 @@ def load(path: str | Path | None = None, count: int = 0) -> list[str]:
 
 
 def repeated(prompts: list[str], count: int) -> list[str]:
-    """Returns `count` prompts, repeating them if there are fewer; 0: all.
+    """Returns `count` prompts, repeating them if there are fewer; 0 returns all.
 
     Raises:
         ValueError: `count` is negative.

@@ -91,7 +91,7 @@ def build(
                 "wasted_bytes": cache.peak_wasted_bytes,
             },
             "formula": FORMULA,
-            "steps": recorder.curve,  # mapped and used bytes, by the formula above
+            "steps": recorder.curve,  # mapped and used bytes of each step, by the formula above
             "replay": [layout.footprint().as_dict() for layout in (recorder.own, *recorder.others)],
         },
         "mapping": _mapping(engine, cache),
@@ -179,7 +179,7 @@ def _time_table(result: dict[str, Any]) -> list[str]:
 
 
 def _steps(seconds: Sequence[float]) -> list[tuple[str, str]]:
-    """The median model step, and the share of time in the slowest tenth: these compile kernels."""
+    """Formats the median model step, and the time share of the slowest tenth (kernel compiles)."""
     if not seconds:
         return []
     slowest = sorted(seconds)[9 * len(seconds) // 10 :]
@@ -218,7 +218,7 @@ def summary(result: dict[str, Any]) -> list[str]:
     rows = [
         ("KV memory at the peak", "MiB", "x ours"),
         (f"ours: {where}", _mib(own["mapped_bytes"]), "1.0"),
-        ("  of it holding no token", _mib(own["wasted_bytes"]), ""),
+        ("  of which holding no token", _mib(own["wasted_bytes"]), ""),
     ]
     for layout in (big, static):
         ratio = layout["mapped_bytes"] / own["mapped_bytes"] if own["mapped_bytes"] else 0
@@ -238,7 +238,7 @@ def summary(result: dict[str, Any]) -> list[str]:
 
 
 def tables(result: dict[str, Any]) -> list[str]:
-    """All counters as tables."""
+    """Formats all counters as tables."""
     lines = _head(result)
     return [*lines, "", *_memory_table(result), "", *_time_table(result), *_verify_lines(result)]
 

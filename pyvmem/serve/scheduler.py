@@ -34,8 +34,8 @@ class Scheduler:
     Attributes:
         waiting: sequences without a slot, in the order in which they will join.
         running: sequences with a slot, and their requests, in the order in which they joined.
-        preemptions: how often a sequence lost computed rows.
-        recomputed: total of the rows lost.
+        preemptions: number of times that a sequence lost computed rows.
+        recomputed: total number of rows lost.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Scheduler:
             self._cache.prepare(self._lengths(ahead=True))
 
     def finish(self, sequence: Sequence) -> None:
-        """Removes a sequence; its slot becomes free once its pending GPU work is done."""
+        """Removes a sequence; its slot is freed once its pending GPU work is done."""
         self._cache.release(self.running.pop(sequence))
         self._short = False
 

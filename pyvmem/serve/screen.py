@@ -27,7 +27,7 @@ class Screen:
     """The live display, a context manager; pass the engine's events to `feed`.
 
     Args:
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
         prompts: by request id.
         cache: the cache whose memory is shown.
         console: a `rich.console.Console`; None: the standard output.
@@ -127,7 +127,7 @@ class Screen:
         with self._lock:
             running = {name: list(tokens) for name, tokens in self._tokens.items()}
         table = self._table()
-        room = max(2, self._console.width - 8)  # columns for a prompt and its answer
+        room = max(2, self._console.width - 8)  # columns available for a prompt and its answer
         rows = max(1, self._console.height - 4)
         for name in sorted(running)[:rows]:
             answer = " ".join(self._answer(running[name]).rstrip("\ufffd").split())

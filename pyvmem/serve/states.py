@@ -53,7 +53,7 @@ class _New(_Layer):  # type: ignore[misc]  # a base that is Any
         return self._length + query_length, 0
 
     def get_max_length(self) -> int:
-        """Returns -1: there is no maximum."""
+        """Returns -1: no maximum."""
         return -1
 
 

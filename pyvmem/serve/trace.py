@@ -51,11 +51,11 @@ class Footprint:
 
     @property
     def wasted_bytes(self) -> int:
-        """Mapped but unused bytes."""
+        """Bytes mapped but not used."""
         return self.mapped_bytes - self.used_bytes
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the fields for JSON."""
         return {**asdict(self), "wasted_bytes": self.wasted_bytes}
 
 
@@ -66,7 +66,7 @@ class Replay:
         self.name = name
         self.page_size = page_size
         self._layouts = [Layout(config, page_size or _BIG_PAGE) for config in configs]
-        self._peak = (0, 0)  # mapped and used bytes
+        self._peak = (0, 0)  # mapped and used bytes of the largest step
 
     def bytes_for(self, tokens: int) -> int:
         """Returns the physical bytes that back a request of this many tokens."""
@@ -83,14 +83,14 @@ class Replay:
         return step
 
     def _used(self, tokens: int) -> int:
-        """Returns the bytes of the rows of this many tokens; a state counts as a single row."""
+        """Returns the size in bytes of the rows of this many tokens; a state counts as one row."""
         return sum(
             (min(tokens, 1) if one.state else tokens) * one.row_bytes * one.num_tensors
             for one in self._layouts
         )
 
     def footprint(self) -> Footprint:
-        """The layout's peak so far."""
+        """Returns the layout's peak so far."""
         tensors = sum(one.num_tensors for one in self._layouts)
         return Footprint(self.name, self.page_size, tensors, *self._peak)
 
@@ -118,7 +118,7 @@ class Recorder:
             self.others.append(Replay(f"2 MiB pages, {together}", whole, _BIG_PAGE))
             self.others.append(Replay(f"this run's pages, {together}", whole, page_size))
         self.others.append(Replay("static, the longest sequence for each", configs, 0))
-        self.curve: list[tuple[int, int]] = []  # per step, in the run's own layout
+        self.curve: list[tuple[int, int]] = []  # mapped, used bytes per step, in the run's layout
         self._steps: list[dict[str, Any]] | None = [] if keep_steps else None
         self._start = time.perf_counter()
 

@@ -69,7 +69,7 @@ class Verdict:
     passed: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the fields for JSON."""
         return asdict(self)
 
 

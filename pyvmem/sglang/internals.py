@@ -2,7 +2,7 @@
 """The internals of SGLang that the plug-in uses, how it uses each, and why.
 
 `pyvmem.elastic.engine_source` checks that a version's source defines them; if so, an unknown
-version is tried. Public options of SGLang are not listed.
+version is tried. Public SGLang options are not listed.
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ def _tick(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _headroom(device: Any) -> int:
-    """Returns the bytes that torch may still allocate: up to its peak, plus a margin."""
+    """Returns the number of bytes that torch may still allocate: up to its peak, plus a margin."""
     import torch
 
     if torch.device(device).type != "cuda":

@@ -226,7 +226,7 @@ class PagePool:
         return low
 
     def _bytes_for(self, count: int) -> int:
-        """Returns the bytes that `count` unbacked pages need in the worst case."""
+        """Returns the number of bytes that `count` unbacked pages need in the worst case."""
         geometry = self.geometry
         block, page = geometry.classes[0].block_bytes, geometry.page_size
         if geometry.classes[1:] or (block % page and page % block):
@@ -235,7 +235,7 @@ class PagePool:
         return geometry.first_bytes(-(-count // together) * together)
 
     def free_pages(self) -> list[int]:
-        """Returns the ids of all free pages; waits for arriving pages."""
+        """Returns the ids of all free pages; waits for ids that the device is still copying."""
         self._arrive(wait=True)
         unbacked = (b for b in range(1, self.geometry.num_blocks) if not self.backing.is_backed(b))
         return sorted([*self.idle, *unbacked])

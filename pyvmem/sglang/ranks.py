@@ -220,7 +220,7 @@ class AgreedQuota:
         return self._quota.used
 
     def room(self) -> int:
-        """Returns the bytes that each rank could take as of the last `take` or `pressure`."""
+        """Returns how many bytes each rank could take as of the last `take` or `pressure`."""
         return self._room
 
     def take(self, nbytes: int, handles: int = 0) -> bool:
@@ -238,12 +238,12 @@ class AgreedQuota:
         self._quota.end_pending(nbytes)
 
     def give(self, nbytes: int) -> None:
-        """Returns the bytes of unmapped pages to the quota."""
+        """Gives the bytes of unmapped pages back to the quota."""
         self._quota.give(nbytes)
         self._room += nbytes
 
     def pressure(self) -> tuple[int, bool]:
-        """Returns the bytes that each rank should free, and whether to stop admitting requests.
+        """Returns how many bytes each rank should free, and whether to stop admitting requests.
 
         Both are the maximum over all ranks. Updates `room`, `limit` and `asleep`. See
         `LedgerQuota.pressure`.

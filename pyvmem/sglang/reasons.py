@@ -68,7 +68,7 @@ def reasons_against(arguments: Any) -> Iterator[str]:
         ("enable_hisparse", "it has another allocator"),
         ("enable_kv_cache_sharding", _POOLS["PageInterleave"]),
         ("enable_unified_memory", _POOLS["Unified"]),
-        ("enable_pdmux", "several streams launch work concurrently"),
+        ("enable_pdmux", "it launches work on several streams at once"),
     ):
         if option(name):
             yield f"{name} ({why})"

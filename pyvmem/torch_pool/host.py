@@ -72,7 +72,7 @@ class HostBlock:
         return self._shown() is not None
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """Returns a view of a part of the block. The view keeps the entire block alive."""
+        """Returns a view of part of the block. The view keeps the entire block alive."""
         window = self._shown()
         if window is None:
             window = self._window.from_buffer(self.memory)

@@ -138,7 +138,7 @@ class VMemPool:
 
         Raises:
             NotSupported: the context is on ``host``.
-            Busy: the tag is paused: torch might reuse a part of a segment that has no memory.
+            Busy: the tag is paused: torch might reuse part of a segment that has no memory.
             torch.OutOfMemoryError: (inside the block) no pages are left; `stats` gives the reason.
         """
         if self._context.cuda_device is None:

@@ -30,7 +30,7 @@ KV offloading:
     offload_tiers   the spec for further tiers below host memory
     offload_holds   blocks that stay mapped until they are stored; part of the scheduler
 
-`pyvmem.elastic` has the parts that do not depend on an engine. vLLM imports a module of this
+`pyvmem.elastic` contains the parts that do not depend on an engine. vLLM imports a module of this
 package only if the pool is enabled.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Places vLLM's KV tensors on the pool's memory, without replacing a function of vLLM.
+"""Places vLLM's KV tensors on the pool's memory, without replacing a vLLM function.
 
 vLLM's worker allocates each KV tensor by one call of `torch.zeros`, of int8, in the context
 returned by its method `_maybe_get_memory_pool_context`. Our worker returns a `KVTensorMode`, a
@@ -65,7 +65,7 @@ class KVTensorMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def check(self) -> None:
-        """Checks that each tensor was returned.
+        """Checks that vLLM has taken every tensor.
 
         Raises:
             RuntimeError: vLLM allocated some KV tensors in another way, from its own memory.
@@ -118,7 +118,7 @@ def _regions(
 
     Layers of different groups may share a region: a block belongs to a single group at a time.
     """
-    regions: dict[int, int] = {}  # offset of a region in vLLM's layout: bytes of a block
+    regions: dict[int, int] = {}  # offset in vLLM's layout: bytes of a block
     together = True
     for one in tensors:
         together &= one.block_stride * blocks == one.layer_stride
@@ -138,7 +138,7 @@ def _regions(
     memory = open_memory(blocks, [regions[begin] * blocks for begin in begins])
     kinds = [kind.block_bytes for kind in memory.geometry.classes]
     count = [0] * len(kinds)
-    moved: dict[int, tuple[int, int]] = {}  # old offset: new offset and stride
+    moved: dict[int, tuple[int, int]] = {}  # maps an old offset to the new offset and stride
     for begin in begins:
         kind = kinds.index(regions[begin])
         moved[begin] = memory.begin(kind, count[kind]), memory.span(kind)

@@ -40,7 +40,7 @@ from pyvmem.vllm.remote import on_account
 __all__ = ["LocalRank", "Rank", "RankLost", "Ranks", "Server", "SocketRank", "new_address"]
 
 _LENGTH = struct.Struct("!I")
-_SWITCH = 0.0005  # seconds: the interpreter's switch interval in a worker
+_SWITCH = 0.0005  # the interpreter's switch interval in a worker, in seconds
 _TIMEOUT = 120.0  # seconds without an answer after which a rank counts as lost
 _GREETING = 10.0  # seconds in which a client must send the secret
 _CLOSING = 10.0  # seconds that a rank waits for calls in progress when it shuts down
@@ -95,7 +95,7 @@ def _remove_dead(folder: Path) -> None:
                 path.unlink(missing_ok=True)
             except OSError:  # busy, or already removed
                 continue
-    # left behind by a rank that was killed during start-up
+    # a rank killed during start-up left these behind
     for path in folder.glob(f"*.sock{UNHEARD}"):
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_mtime < time.time() - _TIMEOUT:
@@ -109,7 +109,7 @@ def _knows(peer: socket.socket, word: str) -> bool:
     try:
         said = _receive(peer, 1024)
         known = isinstance(said, str) and hmac.compare_digest(said.encode(), word.encode())
-    except (OSError, EOFError, ValueError, RecursionError):  # the last two: malformed JSON
+    except (OSError, EOFError, ValueError, RecursionError):  # the last two: bad JSON
         return False
     peer.settimeout(None)
     return known
@@ -275,7 +275,7 @@ class LocalRank:
         return self._try(lambda: self.memory.grow(runs)), self.memory.free()
 
     def join(self, name: str, unique: bool, terms: dict[str, int]) -> None:
-        """Opens the account of this rank's device, for a scheduler on another machine."""
+        """Opens an account for this rank's device, for a scheduler on another machine."""
         folder = Settings.read().folder
         self.memory.account = join_device(self.device(), folder, name, unique=unique, **terms)
 
@@ -399,7 +399,7 @@ class SocketRank:
         try:
             failure, result = _receive(self._socket)
         except (OSError, EOFError) as error:
-            self.close()  # a late answer would be mistaken for that of the next call
+            self.close()  # a late answer would be taken for the answer to the next call
             raise RankLost(f"no answer from a rank: {error!r}") from error
         finally:
             self._lock.release()
@@ -477,7 +477,7 @@ class Ranks:
         return found
 
     def geometry(self) -> Geometry:
-        """Returns a geometry with, for each class, the number of tensors of the rank that has most.
+        """Returns a geometry with, for each class, the largest number of tensors on any rank.
 
         Pipeline stages may differ in their number of layers.
 
@@ -532,7 +532,7 @@ class Ranks:
             for finished, *_ in answers:
                 for number, failure in finished:
                     self._answers.setdefault(number, []).append(failure)
-            if growths == self._growths:  # otherwise a growth returned a more recent value
+            if growths == self._growths:  # otherwise a growth has returned a newer value
                 self._free = _least(free for _, free, *_ in answers)
             self.mappings = max(mappings for *_, mappings, _ in answers)
             self.draining = any(draining for *_, draining in answers)
@@ -554,11 +554,11 @@ class Ranks:
         return done
 
     def compact(self, nbytes: int, step: int) -> int:
-        """Calls `KVMemory.compact` on every rank; returns the most bytes that a rank freed."""
+        """Calls `KVMemory.compact` on every rank; returns the largest number of bytes freed."""
         return max(map(int, self._all("compact", [nbytes, step])))
 
     def free(self) -> int | None:
-        """Returns the bytes that every rank could map, as of the last growth or `poll`.
+        """Returns the number of bytes that every rank could map at the last growth or `poll`.
 
         None on the CPU, where they are unknown.
         """
@@ -567,7 +567,7 @@ class Ranks:
         return self._free
 
     def total(self) -> int:
-        """Returns the minimum over devices of their bytes per rank of this engine."""
+        """Returns the smallest device's bytes divided by this engine's ranks on it."""
         devices = [rank.device() for rank in self.ranks]
         return min(
             rank.total() // devices.count(device)

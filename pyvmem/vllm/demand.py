@@ -86,9 +86,9 @@ class Demand:
         self._get_num_free_blocks = self.pool.get_num_free_blocks
         self._look_up = manager.get_computed_blocks
         self._get_new_blocks = self.pool.get_new_blocks
-        self._margin = 0  # blocks that vLLM wants to keep free when it admits a request
+        self._margin = 0  # blocks that vLLM keeps free when it admits a request
         self._checking = self._watching = self._looked_up = self._queue_unreached = False
-        self._computing: dict[str, Any] = {}  # running requests in prefill
+        self._computing: dict[str, Any] = {}  # running requests in prefill, by id
         manager.get_computed_blocks = self._watched_lookup
         self.pool.get_new_blocks = self._hand_out if elastic.holds.on else self._take
         self._counts, self._allocates, self._frees = (
@@ -194,7 +194,7 @@ class Demand:
 
     def _count(self, *args: Any, **kwargs: Any) -> int:
         count: int = self._count_blocks(*args, **kwargs)
-        # With such a count, vLLM makes a request wait for a state that this step computes.
+        # vLLM passes such a count to make a request wait for a state that this step computes.
         if count > self.pool.num_gpu_blocks:
             return count
         if count or self._margin:  # otherwise the request takes no block

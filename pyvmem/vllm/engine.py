@@ -46,17 +46,17 @@ from pyvmem.vllm.remote import join_ledgers
 
 __all__ = ["ElasticEngine"]
 
-_TICK = 0.05  # s between scans for idle blocks
-_LOOK = 0.01  # s between checks for finished unmaps and, if no step runs, other engines' signals
+_TICK = 0.05  # seconds between scans for idle blocks
+_LOOK = 0.01  # seconds between checks for finished unmaps and, if idle, other engines' signals
 _PIECE = 64 << 20  # bytes of slabs compacted at a time, while steps wait
-_REPORT = 0.1  # s between reports to the ledger, and checks of how much a busy engine could free
-_BACKOFF = 0.02  # s between attempts to grow while a request waits for memory
-_PATIENCE = 0.25  # s between attempts otherwise
-_START_PATIENCE = 30.0  # s in which other engines must make room for the null block
+_REPORT = 0.1  # seconds between ledger reports, and checks of how much a busy engine could free
+_BACKOFF = 0.02  # seconds between attempts to grow while a request waits for memory
+_PATIENCE = 0.25  # seconds between attempts to grow otherwise
+_START_PATIENCE = 30.0  # seconds for other engines to make room for the null block
 _RESERVE = 256 << 20
-_RECENT = 5.0  # s: window over which the largest step sets how much is backed ahead
+_RECENT = 5.0  # seconds over which the largest step sets how much is backed ahead
 _MOST_RESERVE = 1024  # blocks
-# prefixes move if mapped/live bytes exceed the ratio for this many seconds
+# prefixes move if mapped/live bytes exceed this ratio for this many seconds
 _SPREAD, _SPREAD_FOR = 1.25, 1.0
 _ROUNDS = 4  # rounds of eviction per check of other engines' needs
 
@@ -80,7 +80,7 @@ class ElasticEngine:
         count_queued: returns the blocks that all queued requests need.
         publish_events: publishes evictions since the last step as vLLM KV events.
         may_gather: a request ran since `gather` last freed blocks.
-        asleep: `vmem` ordered the engine to sleep, as of the last check: it admits no request.
+        asleep: `vmem` had ordered the engine to sleep at the last check: it admits no request.
 
     Raises:
         ValueError: the limit is too small for one request, or exceeds the device's memory.
@@ -111,17 +111,17 @@ class ElasticEngine:
             )
         self.least = least
         self.quota = self._join(config, min(limit, virtual), virtual)
-        self._limit = self.quota.limit  # as of the keeper's last round
+        self._limit = self.quota.limit  # the limit at the keeper's last round
         self.backing = Backing(geometry, self.quota)
         self.waits = self.hits = self.queries = 0
         reserve = self.settings.reserve if self.settings.reserve is not None else _RESERVE
         reserve = min(reserve, limit // 8)
         self.reserve_blocks = min(reserve // geometry.block_bytes, _MOST_RESERVE)
         self._most_ahead = min(limit // 8 // geometry.block_bytes, _MOST_RESERVE)
-        self._ahead = self.reserve_blocks  # idle blocks that the keeper maintains
-        self._batch = self.reserve_blocks // 2  # refill when this many of them are missing
-        self._largest, self._largest_at = 0, 0.0  # blocks taken by a step, and its time
-        # these three are of the step being scheduled
+        self._ahead = self.reserve_blocks  # number of idle blocks that the keeper maintains
+        self._batch = self.reserve_blocks // 2  # refill when this many idle blocks are missing
+        self._largest, self._largest_at = 0, 0.0  # most blocks taken by a recent step, and when
+        # all three describe the step being scheduled
         self._taken, self._waited, self._lacked = 0, False, False
         self._denied = False  # a request for memory failed in this step
         self.may_gather, self.asleep = True, False
@@ -132,9 +132,9 @@ class ElasticEngine:
         self.count_waiting: Callable[[], int] = lambda: 0
         self.count_queued: Callable[[], int] = lambda: 0
         self.publish_events: Callable[[], None] = lambda: None
-        self._refused = -math.inf  # time of the last partial growth
+        self._refused = -math.inf  # time of the last growth that fell short
         self._step = self._ended = 0
-        self._peak = Peak(self.settings.idle)  # peak number of blocks with contents
+        self._peak = Peak(self.settings.idle)  # tracks the peak number of blocks with contents
         self._busy_until = 0.0
         self._background: Growth | None = None
         self._grown = threading.Event()
@@ -143,7 +143,7 @@ class ElasticEngine:
         self._tidy = self._short = self._paused = self._has_more = self._pressed = False
         self._next = self._reported = self._dense_at = 0.0
         self._signals = Signals(self.quota.signals)
-        self._seen: tuple[int, ...] | None = None  # state as of the last idle check
+        self._seen: tuple[int, ...] | None = None  # the state at the last idle check
         self._thread = threading.Thread(
             target=_run_keeper,
             args=(weakref.ref(self), self._wake),
@@ -154,7 +154,7 @@ class ElasticEngine:
 
     @staticmethod
     def _least(config: Any, groups: Any, geometry: Geometry) -> int:
-        """Returns the bytes that one request of `max_model_len` tokens needs."""
+        """Returns the number of bytes that one request of `max_model_len` tokens needs."""
         blocks = 1
         for group in groups:
             spec = group.kv_cache_spec
@@ -175,7 +175,7 @@ class ElasticEngine:
             settings.folder,
             name,
             unique=bool(settings.name),
-            # a larger floor would only keep memory from other engines
+            # a floor above the limit would only withhold memory from other engines
             floor=min(settings.floor, limit),
             limit=limit,
             least=self.least,
@@ -188,7 +188,7 @@ class ElasticEngine:
         )
 
     def _take_over(self) -> None:
-        """Empties vLLM's free queue: all blocks but the null block are unbacked."""
+        """Empties vLLM's free queue: at the start, only the null block is backed."""
         queue = self.pool.free_block_queue
         while queue.num_free_blocks:
             queue.popleft()
@@ -384,7 +384,7 @@ class ElasticEngine:
             if len(self.idle) < count:
                 self._denied, self._refused = True, time.monotonic()
                 lacks = max(count, self.count_waiting())
-                if not evicting:  # ask once per shortage, not for each request and step
+                if not evicting:  # ask once per shortage, not once per request and step
                     cached = int(self.pool.free_block_queue.num_free_blocks) - len(self.idle)
                     lacks = max(lacks, wanted, self.count_queued() - cached)
                 self._ask_others(lacks - len(self.idle))
@@ -488,7 +488,7 @@ class ElasticEngine:
         return min(1.0, self.used_blocks() / max(1, most))
 
     def live_bytes(self) -> int:
-        """Returns the bytes of pages with used or cached blocks or the null block."""
+        """Returns the number of bytes of pages with used or cached blocks or the null block."""
         every = range(self.pool.num_gpu_blocks)
         return self.backing.live_bytes(
             b for b in every if self.backing.is_backed(b) and b not in self.idle
@@ -557,7 +557,7 @@ class ElasticEngine:
             if called:
                 self._refused = -math.inf
             if self.mover.victims and quiet and (at_rest or now > self._busy_until):
-                self._move_by_call()  # otherwise the next step moves them
+                self._move_by_call()  # otherwise the next step moves the prefixes
             if quiet:
                 self._send_by_call()
                 self.publish_events()  # the next step may come much later
@@ -595,10 +595,10 @@ class ElasticEngine:
         return self.backed_blocks() - len(self.idle)
 
     def _give_back(self, long_idle: bool) -> None:
-        # Evicted blocks stay backed as long as freed ones, since the next request takes them.
+        # Evicted blocks stay backed as long as freed blocks: the next request takes them.
         most = self.settings.prefix
         if most is None and long_idle and self.holds.on:
-            most = 0  # stored prefixes can be loaded from host memory again
+            most = 0  # prefixes stored in host memory can be loaded again
         if most is not None:
             self._evict(self._count_for(self._cached_bytes() - most))
         excess, self._has_more = self.quota.pressure()
@@ -696,7 +696,7 @@ class ElasticEngine:
         found = self.mover.pick()
         if self.ranks.move(found, self._step):
             self.mover.done(found)
-            self._wake.set()  # for the remaining copies, and to free the pages
+            self._wake.set()  # wake the keeper for the remaining copies, and to free the pages
         else:
             self.mover.undo(found)
 

@@ -3,7 +3,7 @@
 
 The four uses are those of `pyvmem.elastic.engine_source`, which checks that a version's source
 defines the names, so that an unknown version can be tried. `scripts/vllm_internals.py` compares two
-releases. Public options of vLLM are not listed.
+releases. Public vLLM options are not listed.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Mover:
         self.holds = holds
         self.victims: list[int] = []
         self.moved = 0
-        self._spare: set[int] = set()  # groups that receive no copies
+        self._spare: set[int] = set()  # groups that must not receive copies
 
     def _contents(self, group: int) -> list[int]:
         """Returns the used and cached blocks that touch a group's page."""

@@ -54,14 +54,14 @@ _WHY = {
     **dict.fromkeys(("MooncakeConnector", "MoRIIOConnector"), _NETWORK),
 }
 _OTHERWISE = (
-    "how it copies is unknown; with VMEM_VISIBLE=1 or VMEM_BACKEND=cuda, and "
-    "vmem_copies_in_step=true in its extra configuration, one that copies by cudaMemcpy alone, "
-    "and ends with the step, works; so does OffloadingConnector"
+    "how it copies is unknown; a connector that copies only by cudaMemcpy and within a step works "
+    "with VMEM_VISIBLE=1 or VMEM_BACKEND=cuda, and vmem_copies_in_step=true in its extra "
+    "configuration; so does OffloadingConnector"
 )
-BLOCK_BYTES = "vmem_block_bytes"  # key in a spec's extra configuration: bytes of a block on a rank
-_IN_STEP = "vmem_copies_in_step"  # the user asserts that a connector copies within steps
+BLOCK_BYTES = "vmem_block_bytes"  # in a spec's extra configuration: bytes of a block on a rank
+_IN_STEP = "vmem_copies_in_step"  # set by the user to assert that a connector copies within steps
 _COPY_IN_STEP = ("LMCacheConnectorV1",)
-_LMCACHE = "0.5.6"  # the version whose source was checked
+_LMCACHE = "0.5.6"  # the LMCache version whose source was checked
 
 
 def reasons_against(config: Any) -> Iterator[str]:
@@ -159,7 +159,7 @@ def _sizes(asked: Any) -> Iterator[str]:
 
 
 def host_bytes(config: Any) -> int:
-    """Returns the bytes of host memory that all ranks use for KV offloading; 0 without it."""
+    """Returns how much host memory, in bytes, all ranks use for KV offloading; 0 without it."""
     transfer = config.kv_transfer_config
     if getattr(transfer, "kv_connector", None) != "OffloadingConnector":
         return 0
@@ -210,7 +210,7 @@ def count_by(config: Any, kv_cache_config: Any) -> None:
 
 
 def begin(memory: KVMemory, device: Any) -> None:
-    """Enables this rank's transfers, if it has a connector; unmapping then waits for them."""
+    """Enables this rank's transfers if it has a connector; unmaps then wait for transfers."""
     transferrer = _transferrer()
     if transferrer is not None:
         from pyvmem.memory.host_copies import copies_for

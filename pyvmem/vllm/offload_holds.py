@@ -32,7 +32,7 @@ class _Store:
     """A store to host memory that a step has ordered.
 
     Attributes:
-        step: number of that step; the workers start the store by the next step at the latest.
+        step: number of that step; the workers start the store no later than the next step.
         blocks: blocks that the store reads.
         keys: the keys by which vLLM's manager identifies it.
         pending: number of ranks that have not reported it yet.
@@ -69,7 +69,7 @@ class Holds:
         on: the connector is an OffloadingConnector.
         counters: totals since the start.
         dropped: ids of stores that the next step tells the workers to skip.
-        scheduling: vLLM's `schedule` is running; blocks freed during it are not held.
+        scheduling: vLLM's `schedule` is running; blocks freed during that call are not held.
     """
 
     def __init__(self, connector: Any, ranks: int) -> None:
@@ -83,9 +83,9 @@ class Holds:
         self._intact: set[int] = set()  # handed out to vLLM, and not overwritten since then
         self._stores: dict[int, _Store] = {}
         self._loads: dict[int, tuple[int, int]] = {}  # number of blocks, and ranks yet to report
-        # of each store, by the id of its spec
+        # the keys of each store, by the id of its spec
         self._keys: dict[int, tuple[Any, frozenset[Any]]] = {}
-        self._failed: dict[frozenset[Any], bool] = {}  # dropped stores, by their keys
+        self._failed: dict[frozenset[Any], bool] = {}  # stores that were dropped, by their keys
         self._told = 0  # dropped blocks already reported in vLLM's statistics
         self._chunks = 0  # number of chunks in host memory
         self.scheduling = False
@@ -148,7 +148,7 @@ class Holds:
 
     @property
     def host_cached(self) -> int:
-        """Bytes of prefixes that each rank has in host memory."""
+        """Returns the number of bytes of prefixes that each rank keeps in host memory."""
         return self._chunks * self._manager.chunk_bytes if self.on else 0
 
     def __contains__(self, block: int) -> bool:

@@ -131,9 +131,9 @@ class _Group(NamedTuple):
 
     Attributes:
         base: address of the tensor.
-        stride: bytes from a block to the next.
+        stride: bytes from the start of a block to the start of the next.
         offset: offset of the tensor's blocks in a chunk, in bytes.
-        size: bytes that a block takes in a chunk.
+        size: bytes that a block occupies in a chunk.
         copied: bytes of a block that are copied.
     """
 
@@ -171,9 +171,9 @@ class _Direction:
     def __init__(self, pieces: Callable[[Sequence[_Transfer]], Pieces]) -> None:
         self.copies: Copies | None = None
         self._pieces = pieces
-        self._lock = threading.Lock()  # other threads unmap memory
+        self._lock = threading.Lock()  # taken here and by threads that unmap memory
         self._held: list[tuple[int, _Transfer]] = []
-        self._after: Any = None  # work that the queued transfers have to wait for
+        self._after: Any = None  # GPU work that the queued transfers must wait for
         self._under_way: deque[tuple[list[tuple[int, int]], Copy]] = deque()
 
     def hold(self, number: int, transfer: _Transfer) -> None:
@@ -339,7 +339,7 @@ class Transferrer(OffloadingWorker):  # type: ignore[misc]
         return _Transfer(found, nbytes)
 
     def _pieces(self, transfers: Sequence[_Transfer]) -> Pieces:
-        """Returns the pieces of memory that some transfers copy: addresses and bytes."""
+        """Returns the pieces of memory that these transfers copy: addresses and sizes in bytes."""
         found: list[tuple[Any, Any, Any]] = []
         for number, group in enumerate(self._groups):
             parts = [part for one in transfers if (part := one.groups[number]) is not None]

@@ -28,8 +28,8 @@ class VMemTieringSpec(OffloadingSpecMixin, TieringOffloadingSpec):  # type: igno
     def __init__(self, config: Any) -> None:
         if "num_chunks" not in inspect.signature(SharedOffloadRegion).parameters:
             raise NotImplementedError(
-                "spec_name=TieringOffloadingSpec: this vLLM shares host memory in another way than "
-                "0.32 and 0.33, which VMEM_VLLM=1 knows; CPUOffloadingSpec works"
+                "spec_name=TieringOffloadingSpec: VMEM_VLLM=1 supports only the way in which vLLM "
+                "0.32 and 0.33 share host memory; CPUOffloadingSpec works"
             )
         super().__init__(config)
 

@@ -34,7 +34,7 @@ _SCHEDULERS = {
 }
 
 
-_INSTANCE = "_VMEM_INSTANCE"  # environment variable: the instance id, for the API servers
+_INSTANCE = "_VMEM_INSTANCE"  # environment variable that passes the instance id to the API servers
 _SLEEP = ("cumem", "vmem")  # sleep back ends: vLLM's default, and ours
 
 
@@ -90,7 +90,7 @@ def _configure_created(create: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 def _configure_at_start(start: Callable[..., Any], executor: Any, vllm_config: Any) -> Any:
     _configure_if_asked(vllm_config)
-    EXECUTORS[vllm_config.instance_id] = executor  # for the scheduler, which is created later
+    EXECUTORS[vllm_config.instance_id] = executor  # the scheduler, created later, looks it up
     return start(executor, vllm_config)
 
 
@@ -126,7 +126,7 @@ def configure(config: Any) -> None:
 
 
 def _instance_of(config: Any) -> str:
-    """Returns a unique instance id: vLLM's have five digits, so those of two engines may collide.
+    """Returns a unique instance id: vLLM's five-digit ids may collide between engines.
 
     Each API server creates the configuration again. It gets the id from the process that started
     it, through an environment variable.
@@ -150,7 +150,7 @@ def reasons_against(config: Any) -> Iterator[str]:
         yield "scheduler_cls (the pool has its own scheduler)"
     yield from offload.reasons_against(config)
     if getattr(parallel, "enable_dbo", False):
-        yield "enable_dbo (several streams launch concurrently)"
+        yield "enable_dbo (it launches work on several streams at once)"
     parts = getattr(parallel, "prefill_context_parallel_size", 1)
     if parts > 1:
         yield (

@@ -52,7 +52,7 @@ class RankAddress:
 
 
 def ranks_of(parallel: Any) -> int:
-    """Returns the number of an engine's ranks, given vLLM's `ParallelConfig`."""
+    """Returns an engine's number of ranks, given vLLM's `ParallelConfig`."""
     sizes = ("tensor", "pipeline")
     return math.prod(getattr(parallel, f"{one}_parallel_size", 1) for one in sizes)
 
@@ -63,7 +63,7 @@ def _boot() -> str:
 
 
 def machine(settings: Settings) -> str:
-    """Returns an identity of machine and ledger folder: equal in processes that share both."""
+    """Returns an identifier of machine and ledger folder, equal in processes that share both."""
     folder = private(settings.folder)
     found = folder.stat()
     return f"{_boot()}/{found.st_dev}/{found.st_ino}"

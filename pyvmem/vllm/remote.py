@@ -83,7 +83,7 @@ class RemoteAccount:
         self._ask("want", nbytes)
 
     def signals(self) -> tuple[int, int]:
-        """Returns zeros: each look would be a call to the rank, and the regular checks suffice."""
+        """Returns zeros: each poll would be a call to the rank, and the regular checks suffice."""
         return 0, 0
 
     def excess(self, free: int | None = None) -> int:

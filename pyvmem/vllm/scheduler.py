@@ -114,7 +114,7 @@ class _Elastic:
             result = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
             self.elastic.end_transfers(model_runner_output.kv_connector_output)
             orders = getattr(scheduler_output, "vmem", None)
-            if orders is not None:  # otherwise vLLM made the step itself: it is empty
+            if orders is not None:  # None: an empty step that vLLM created itself
                 self.elastic.end_step(orders.step)
             return result
 

@@ -21,7 +21,7 @@ from pyvmem.torch_pool.pool import VMemPool
 __all__ = ["VMemSleepBackend", "loading_weights", "use_pool"]
 
 _TAG = "weights"
-_pools: list[VMemPool] = []  # at most one: torch has one allocator per device
+_pools: list[VMemPool] = []  # at most one pool: torch has one allocator per device
 
 
 def use_pool(pool: VMemPool) -> None:
@@ -33,7 +33,7 @@ def loading_weights(settings: Settings, device: int) -> AbstractContextManager[A
     """Returns a context manager in which torch allocates from the pool for weights.
 
     Raises:
-        RuntimeError: the back end has no memory that CUDA's copies accept, as weight loaders need.
+        RuntimeError: weight loaders use CUDA's copies, which reject this back end's memory.
     """
     if not _pools:
         context = open_context(settings.backend or "auto", device, settings.page_size, 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The versions of vLLM that were tested, and on what."""
+"""The versions of vLLM that were tested, and what was run with each."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from pyvmem.vllm.rank_discovery import LOCAL, RankAddress, machine
 __all__ = ["ElasticWorker"]
 
 _MARGIN = 512 << 20  # device bytes kept free for activations beyond their peak so far
-_PATIENCE = 30.0  # seconds in which the scheduler must free the KV memory of a sleeping rank
+_PATIENCE = 30.0  # timeout in seconds for the scheduler to free a sleeping rank's KV memory
 
 log = logging.getLogger("vllm.vmem")
 
@@ -67,16 +67,15 @@ class ElasticWorker:
         if self.device.type == "cuda":
             import torch
 
-            device_of(
-                torch.cuda.get_device_name(self.device), ""
-            )  # fails before the weights are loaded
+            # Raises on a MIG instance, before the weights are loaded.
+            device_of(torch.cuda.get_device_name(self.device), "")
         self._others = self._count_others()
         if hasattr(self, "requested_memory"):
             total = self.init_snapshot.total_memory  # type: ignore[attr-defined]
             self.requested_memory = int(total * asked)
 
     def _count_others(self) -> int:
-        """Returns the bytes that other engines have on this GPU, says its ledger; 0 on a CPU."""
+        """Returns how many bytes other engines hold on this GPU, per the ledger; 0 on a CPU."""
         if self.device.type != "cuda" or self._settings.ledger is None:
             return 0
         import torch
@@ -84,7 +83,7 @@ class ElasticWorker:
         uuid = str(torch.cuda.get_device_properties(self.device).uuid)
         try:
             ledgers = engines_in(self._settings.folder)
-        except VMemError:  # the scheduler reports the error when it joins the ledger
+        except VMemError:  # ignored: the scheduler reports it when it joins the ledger
             return 0
         return sum(one.used for name in ledgers if uuid in name for one in ledgers[name])
 
@@ -168,7 +167,7 @@ class ElasticWorker:
             settings.reserve if settings.reserve is not None else 256 << 20,
         )
         memory = self._memory = KVMemory(context, num_blocks, sizes, visible=settings.visible)
-        # For a worker that is garbage-collected without a shutdown, as after ``del llm``.
+        # Covers a worker that is garbage-collected without a shutdown, as after ``del llm``.
         weakref.finalize(self, memory.close).atexit = False
         memory.grow(
             runs_of([memory.geometry.pages(k, 0) for k in range(len(memory.geometry.classes))])
@@ -220,7 +219,7 @@ class ElasticWorker:
         return self._server.listen(get_ip())
 
     def _headroom(self) -> int:
-        """Returns the bytes that torch may still allocate: up to its peak so far, and a margin."""
+        """Returns how many bytes torch may still allocate: up to its peak so far, and a margin."""
         if self.device.type != "cuda":
             return 0
         import torch

@@ -177,7 +177,7 @@ static void low_watermark(void) {
   OK(vmem_close(vm));
 }
 
-/* If the driver can only map whole pages, a handle to a part of a page cannot be mapped. */
+/* If the driver can only map whole pages, a handle to part of a page cannot be mapped. */
 static void parts_of_pages_that_are_mapped_whole(void) {
   ONLY_HOST(); /* host can imitate such a driver */
   vmem_t vm = open_vm(0);

@@ -141,7 +141,7 @@ static bool marked(uint64_t offset, uint64_t bytes) {
   return true;
 }
 
-/* True if the driver has a large entry there: it refuses to unmap a part of it. Otherwise maps the page again. */
+/* True if the driver has a large entry there: it refuses to unmap part of it. Otherwise maps the page again. */
 static bool driver_has_large(uint64_t offset) {
   uint64_t at = va + offset + PAGE;
   struct vm_pte pte;

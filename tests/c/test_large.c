@@ -79,7 +79,7 @@ static void never_cut(void) {
   end(&s);
 }
 
-/* A part of a large page, or all of it at an unaligned address, can be mapped elsewhere, with small entries. */
+/* Part of a large page, or all of it at an unaligned address, can be mapped elsewhere, with small entries. */
 static void parts_elsewhere(void) {
   struct scene s;
   struct vmem_op op = {.op = VMEM_OP_MAP, .flags = VMEM_OP_READONLY};
@@ -88,7 +88,7 @@ static void parts_elsewhere(void) {
   at = s.va + 8 * LARGE;
   OK(vmem_retain(s.vm, s.va, 2 * LARGE + PAGE, &op.handle));
   op.addr = at;
-  op.bytes = LARGE + 5 * PAGE; /* a large page and a part of the next */
+  op.bytes = LARGE + 5 * PAGE; /* a large page and part of the next */
   calls = stats_of(s.vm).mappings;
   OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0));
   EQ(stats_of(s.vm).mappings - calls, 2);
@@ -250,7 +250,7 @@ static int fake_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, ui
   return vm_backend_host.map(be, addr, bytes, slab, offset, flags, false);
 }
 
-/* Wherever the range starts and ends, joining never splits a large page, not even if a batch is filling a part of it,
+/* Wherever the range starts and ends, joining never splits a large page, not even if a batch is filling part of it,
  * and makes no call longer than the back end accepts. */
 static void joined_whole(void) {
   struct scene s;

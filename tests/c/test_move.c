@@ -650,7 +650,7 @@ static void never_mapped(void) {
   end(&s);
 }
 
-/* With a back end that zeroes nothing itself, a copy to a part of a used page leaves no old contents around it. */
+/* With a back end that zeroes nothing itself, a copy to part of a used page leaves no old contents around it. */
 static void copies_into_dirty_pages(void) {
   struct scene s;
   struct vm_ctx *c;

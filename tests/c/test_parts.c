@@ -42,7 +42,7 @@ static void gathered_and_mapped_again(void) {
     EQ(GET(va + MIB(8) + (uint64_t)i * MIB(1)), 4 * i + 2);
     EQ(GET(va + MIB(8) + (uint64_t)i * MIB(1) + PAGE), 4 * i + 3);
   }
-  /* Maps only a part of each piece: these pages are not adjacent in the handle. */
+  /* Maps only part of each piece: these pages are not adjacent in the handle. */
   op.addr += 4 * PAGE, op.bytes = PAGE, op.offset = PAGE, op.offset_stride = 2 * PAGE;
   OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
   for (int i = 0; i < 3; i++) EQ(GET(op.addr + (uint64_t)i * MIB(1)), 4 * i + 3);

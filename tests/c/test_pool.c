@@ -88,7 +88,7 @@ static void empty_slab_last(void) {
   CHECK((vm = open_full(h)));
   CHECK(release(vm, h[0], IN_SLAB - 1) && release(vm, h[3], 1));
   CHECK(release(vm, h[1], IN_SLAB));                                          /* empty */
-  for (int i = 0; i < IN_SLAB; i++) OK(vMemCreate(vm, PAGE, NULL, &more[i])); /* all free in the other two */
+  for (int i = 0; i < IN_SLAB; i++) OK(vMemCreate(vm, PAGE, NULL, &more[i])); /* slabs 0 and 3 are then full */
   EQ(stats_of(vm).free_bytes, MIB(1));
   OK(vMemCreate(vm, PAGE, NULL, &more[IN_SLAB])); /* only the empty slab is left */
   EQ(empty_bytes(vm), 0);

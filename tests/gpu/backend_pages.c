@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: every page size mapped, filled, read and unmapped; microseconds per call. */
+/* Description: maps, fills, reads and unmaps pages of every size; prints microseconds per call. */
 #include "check.h"
 
 void fill_sync(struct env *e, uint64_t addr, uint64_t bytes, uint8_t value) {

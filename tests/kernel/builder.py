@@ -31,7 +31,7 @@ class BuildError(Exception):
 
 @dataclass
 class _Once:
-    """Values that the first thread to need them makes, while the other threads wait."""
+    """Values computed by the first thread that needs them, while other threads wait."""
 
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _locks: dict[tuple[str, ...], threading.Lock] = field(default_factory=dict)

@@ -32,7 +32,7 @@ JOBS = os.cpu_count() or 1
 
 
 def fetched_archive(folder: Path) -> Path:
-    """Fetches the source archive from Debian's package without installing that."""
+    """Fetches the source archive from Debian's package without installing the package."""
     area = AptArea(None)
     if not area.versions(PACKAGE):
         area.update()

@@ -2,7 +2,7 @@
 """Records of tests, stored in benchmarks/results and shown in docs/driver.
 
 The record of a driver grows: the tests of a later run are added to those of an earlier one if both
-have the same sources; otherwise the record starts over. A list of runs has a line for each run,
+have the same sources; otherwise the record starts over. A list of runs holds a line for each run,
 whatever its result.
 """
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: MIT
 """Runs a command in a virtual machine with both modules loaded, and shows its output.
 
-The exit status is the command's; it is 1, and the reason is printed, if the kernel's log has a
+The exit status is the command's; it is 1, and the reason is printed, if the kernel's log contains a
 warning, a module cannot be loaded or unloaded, or time runs out. The kernel's log is kept.
 """
 

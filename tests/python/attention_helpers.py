@@ -99,7 +99,7 @@ def reference(q: torch.Tensor, cache: KVCache, layer: int, case: Case) -> torch.
 
 
 def queries(cache: KVCache, case: Case, repeat: int) -> torch.Tensor:
-    """Random queries with `repeat` heads for every KV head."""
+    """Returns random queries with `repeat` heads for every KV head."""
     config, device = cache.config, cache.k(0).device
     shape = (sum(case.q_lens), config.num_kv_heads * repeat, config.head_dim)
     return torch.randn(shape, dtype=getattr(torch, str(config.dtype)), device=device)

@@ -43,7 +43,7 @@ def compiled(function: Any, **more: Any) -> Any:
 
 
 def generates(model: Any, rows: int, length: int) -> None:
-    """Checks `generate` with a VMemCache twice, greedy and with beams."""
+    """Checks that `generate` with a VMemCache matches the plain model, greedy and with beams."""
     model = model.to(DEVICE)
     dice = torch.Generator().manual_seed(5)
     ids = torch.randint(1, VOCABULARY, (2, 9), generator=dice).to(DEVICE)

@@ -102,7 +102,7 @@ class EngineModel:
         return [one for one in self.lives if one not in busy and one.request.state is state]
 
     def prompt(self, space: Namespace | None) -> list[int]:
-        """Returns a prompt that mostly starts like an earlier one."""
+        """Returns a prompt, which usually starts like an earlier prompt."""
         seen = self.random.choice(self.seen[space]) if self.seen[space] else []
         keep = self.random.randint(0, len(seen))
         more = [self.random.randint(0, 2) for _ in range(self.random.randint(1, self.more))]

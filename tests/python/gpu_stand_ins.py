@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Substitutes for torch, cuda.core and libcuda that record the order of GPU work."""
+"""Stand-ins for torch, cuda.core and libcuda that record the order imposed on GPU work."""
 
 from __future__ import annotations
 

@@ -183,10 +183,10 @@ def at_the_gate(turns: Any) -> bool:
 
 @contextlib.contextmanager
 def pending() -> Iterator[FdEvent]:
-    """Yields an event for GPU work that completes at the end of the block at the latest.
+    """Yields an event that stands for GPU work; it is signalled no later than the end of the block.
 
-    Use it inside the cache's own block: a failing test then completes the work before the cache is
-    closed, instead of hanging there.
+    Use it inside the cache's ``with`` block, so that the work completes before the cache is closed
+    even if the test fails; otherwise `close` would hang.
     """
     with FdEvent.create() as event:
         try:

@@ -148,7 +148,7 @@ class ShareModel:
         return out
 
     def prompt(self) -> list[int]:
-        """Returns a prompt that mostly starts like an earlier one."""
+        """Returns a prompt, which usually starts like an earlier prompt."""
         longest = self.first.config.max_seq_len
         seen = self.random.choice(list(self.known)) if self.known else ()
         keep = self.random.randint(0, len(seen))

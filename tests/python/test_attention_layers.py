@@ -239,7 +239,7 @@ def test_impossible_options_are_rejected(cache: LayeredCache, host: pyvmem.Conte
         Attention(cache)
     with pytest.raises(InvalidArgument, match="cannot be 49"):
         Attention(cache, v_head_dim=49)
-    with pytest.raises(InvalidArgument, match="windows for 1 layers, but the cache has 6"):
+    with pytest.raises(InvalidArgument, match="one entry per layer: 1, but the cache has 6"):
         Attention(cache, windows=[0], v_head_dim=LATENT)
     with pytest.raises(InvalidArgument, match="layer 1: a window of 25, but the cache keeps 24"):
         Attention(cache, windows=[0, 25, 0, 0, 0, 24], v_head_dim=LATENT)

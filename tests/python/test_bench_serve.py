@@ -161,11 +161,12 @@ def test_every_store_agrees_with_a_single_prefill(model: Decoder, kind: str) -> 
 
 @pytest.mark.parametrize("kind", ["slots", "16"])
 def test_recomputed_requests_get_the_same_logits(model: Decoder, kind: str) -> None:
-    """Memory is too small for all requests; preempted ones resume and end with the same logits."""
+    """Memory does not suffice for all requests; preempted requests resume and end with the same
+    logits."""
     requests = [Request(60, 60), Request(50, 60), Request(40, 70)]
     with closing(make(kind, 4 << 20)) as store:
         ample, wanted = run(model, store, kernels(kind), requests)
-    with closing(make(kind, 260 << 10)) as store:  # the requests need 360 KiB together
+    with closing(make(kind, 260 << 10)) as store:  # the requests need 360 KiB in total
         tight, found = run(model, store, kernels(kind), requests)
         held = store.held()
     assert ample.preemptions == 0
@@ -179,7 +180,7 @@ def test_recomputed_requests_get_the_same_logits(model: Decoder, kind: str) -> N
 
 @pytest.mark.parametrize("kind", ["slots", "16"])
 def test_shared_prefixes_are_not_computed_again(model: Decoder, kind: str) -> None:
-    """Requests run one after the other; each starts from the prefix that an earlier one wrote."""
+    """Requests run one at a time; each starts from the prefix that an earlier request wrote."""
     sizes = [(100, 1), (200, 1), (200, 2), (150, 1)]
     arrivals = [Arrival(0.0, Request(size, 5), (content,)) for size, content in sizes]
     with closing(make(kind, 4 << 20, slots=1)) as store:
@@ -188,8 +189,8 @@ def test_shared_prefixes_are_not_computed_again(model: Decoder, kind: str) -> No
         shared, found = run(model, store, kernels(kind), arrivals)
         assert store.held().held == 0
     assert plain.shared == 0
-    # In units of 16 tokens: of the second request, 100 tokens are cached; of the last, all but its
-    # last.
+    # In units of 16 tokens: 100 tokens of the second request are cached, and all but the last token
+    # of the last request.
     assert shared.shared == 96 + 144
     assert shared.prompt_tokens == plain.prompt_tokens - shared.shared
     assert apart(wanted, found) < 0.05
@@ -203,21 +204,22 @@ def test_prefix_blocks_are_evicted_when_memory_is_short() -> None:
         assert store.hold([slot], [40])
         store.release(slot, np.array(first, dtype=np.int32))
         slot, rows = taken(store, first)
-        assert rows == 32  # the two full blocks of the prompt
+        assert rows == 32  # the prompt's two full blocks
         assert store.held().held == 2 * 16 * TINY.token_bytes
         second, rows = taken(store, [*first[:16], *other])
-        assert rows == 16  # the first of the two is shared
-        assert not store.hold([second], [64])  # it needs 3 more: 2 are free, and none is idle
+        assert rows == 16  # the first of the two blocks is shared
+        # it needs 3 more blocks: 2 are free, and none is idle
+        assert not store.hold([second], [64])
         store.release(slot)
         assert store.hold([second], [64])
         store.release(second)
-        assert taken(store, first)[1] == 16  # the second block was given to another request
+        assert taken(store, first)[1] == 16  # another request got the second block
         assert isinstance(store, SharedPaged)
         assert len(store._known) == len(store._key) == 1
 
 
 class NeverCaptured(dict[int, Any]):
-    """Makes every decoding step the first of its size."""
+    """A table of graphs that never contains a size: each decoding step is the first of its size."""
 
     def __contains__(self, size: object) -> bool:
         return False
@@ -234,7 +236,7 @@ def fake_capture(graph: FakeGraph, **options: Any) -> Iterator[None]:
 
 
 def like_fa3(q: Any, k: Any, v: Any, batch: Any, scale: float, table: Any = None) -> torch.Tensor:
-    """Models how FlashAttention-3 uses its tensors."""
+    """Accesses its tensors as FlashAttention-3 does."""
     out = torch.zeros(q.shape, dtype=q.dtype)
     assert len(batch.starts) == len(batch.used) + 1
     assert batch.starts[-1] == len(q)
@@ -257,7 +259,7 @@ def like_fa3(q: Any, k: Any, v: Any, batch: Any, scale: float, table: Any = None
 def test_kernels_get_sufficient_tensors(
     model: Decoder, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs the calls of a GPU, with decoding padded to the sizes of graphs: the logits are the
+    """Makes the calls used on a GPU, with decoding padded to graph sizes; the logits must be the
     same.
     """
     requests = [Request(70, 4), Request(30, 6), Request(18, 9), Request(2, 3), Request(9, 9)]
@@ -283,8 +285,8 @@ def test_kernels_get_sufficient_tensors(
 
 
 class LikeFlashInfer:
-    """FlashInfer's paged wrapper and its call for one request; they see their arguments and nothing
-    else.
+    """Mimics FlashInfer's paged wrapper and its call for one request, which see only their
+    arguments.
     """
 
     def __init__(self, workspace: torch.Tensor, layout: str, backend: str) -> None:
@@ -343,13 +345,13 @@ def test_prompts_by_flashinfer(model: Decoder, kind: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(Forward, "__init__", on_a_gpu)
     with closing(make(kind, 4 << 20)) as store:
         outcome, found = run(model, store, kernels(kind), requests)
-    assert 4 <= calls[0] <= outcome.steps + 2  # calls for all layers together, and for the warm-up
+    assert 4 <= calls[0] <= outcome.steps + 2  # one call per step, and more for the warm-up
     assert answers(found, requests) == answers(wanted, requests) != set()
     assert apart(wanted, found) < 0.05
 
 
 def test_look_ahead_passed_to_a_store(model: Decoder) -> None:
-    """The store gets the look-ahead of decoding in steps of half of it, and never less than that
+    """The store gets decoding's look-ahead in steps of half its size, and never less than one such
     half.
     """
     told: list[tuple[int, int]] = []
@@ -375,7 +377,7 @@ def test_look_ahead_passed_to_a_store(model: Decoder) -> None:
 
 
 def test_a_wrong_block_table_is_seen(model: Decoder) -> None:
-    """Shows that the comparison of logits can fail: one table entry names a wrong block."""
+    """Checks that the comparison of logits can fail: one table entry names a wrong block."""
 
     class Wrong(Paged):
         def upload(self) -> None:
@@ -390,7 +392,7 @@ def test_a_wrong_block_table_is_seen(model: Decoder) -> None:
 
 
 class Later(Paged):
-    """A store whose memory is ready one step after it was requested; records the requests."""
+    """A store whose memory is ready one step after the request; records the requests."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -950,7 +952,7 @@ def test_a_rank_with_another_answer_is_detected() -> None:
     group: Any = SimpleNamespace(rank=1, tell=lambda: steps.pop(0))
     with (
         closing(store),
-        pytest.raises(WrongResult, match=r"rank 1: take.* was \(3, 0\), on rank 0"),
+        pytest.raises(WrongResult, match=r"rank 1: take.* returned \(3, 0\), on rank 0"),
     ):
         ranks._follow(group, cast(Forward, SimpleNamespace(store=store)))
 

@@ -70,7 +70,7 @@ def test_rows_and_table() -> None:
     lines = {line[0]: line[1:] for line in shared(rows)}
     assert lines["time to first token of vLLM, p99, ms"][2].startswith("0.25")
     assert lines["GB of keys and values of both, peak"] == ["1.074", "1.074", ""]
-    assert not any("at rest" in title or "device" in title for title in lines)  # not measured yet
+    assert not any("idle" in title or "device" in title for title in lines)  # not measured yet
 
 
 def test_the_results_page(monkeypatch: pytest.MonkeyPatch) -> None:

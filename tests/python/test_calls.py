@@ -339,7 +339,9 @@ def shared(context: Context, pages: int, layers: int) -> dict[str, int]:
         assert begun.result[1] == pages * ROWS
         found["alloc_prefix"] = begun.count
         cache.free_reqid(begun.result[0], tokens=tokens)
-        cache.memory.reclaim_free(keep=range(8), wait=True)  # the worker may be fast or slow
+        cache.memory.reclaim_free(
+            keep=range(8), wait=True
+        )  # so that the worker's pace does not matter
         resumed = calls_of(lambda: cache.alloc_prefix(tokens, leave=0))
         assert cache.stats().prefix_resumed == 1
         found["next turn"] = resumed.count
@@ -458,7 +460,9 @@ def test_sharing_after_gpu_work(name: str, gpu: Any, monkeypatch: pytest.MonkeyP
             lens[first] = 20 * ROWS
             assert cache.step(lens) == 0
             cache.free_reqid(first, stream, tokens=tokens)
-            cache.memory.reclaim_free(keep=range(8), wait=True)  # the worker may be fast or slow
+            cache.memory.reclaim_free(
+                keep=range(8), wait=True
+            )  # so that the worker's pace does not matter
             resumed = calls_of(lambda: cache.alloc_prefix(tokens, leave=0, stream=stream))
             assert resumed.result == (first, 20 * ROWS)
             begun = calls_of(lambda: cache.alloc_prefix(tokens, leave=0, stream=stream))

@@ -21,7 +21,7 @@ from pyvmem.bench.cli import OTHERS
 from pyvmem.commands import cli, top
 from pyvmem.plumbing import paths
 
-# For each command, a call that exits by itself and prints something.
+# For each command, a call that prints something and exits without an interrupt.
 CALLS = {
     "probe": ["probe", "--json"],
     "features": ["features"],

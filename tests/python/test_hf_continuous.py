@@ -271,7 +271,7 @@ def test_without_a_number_of_blocks_free_memory_is_used(
     with vmem_continuous_batching(model, **options(context, max_batch=2, memory_limit=0)):
         assert answers(model, inputs, config(None, max_memory_percent=0.5)) == want
     assert all(free <= total for free, total in pages)
-    assert max(total for _, total in pages) > 100 * 16  # more than `config` requests
+    assert max(total for _, total in pages) > 100 * 16  # more than `config`'s default budget
 
 
 # ---- life ----------------------------------------------------------------------------------------

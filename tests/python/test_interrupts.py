@@ -377,7 +377,7 @@ def _recording(engine: Engine, cache: Any, reqid: int, whole: int) -> Steps:
 
 
 def record_more(engine: Engine) -> Steps:
-    """A part of the prompt is already recorded with another continuation."""
+    """Part of the prompt is already recorded with another continuation."""
     cache, reqid = _forkable(engine, 3 * ROWS)
     cache.record(reqid, [*range(ROWS), *range(500, 500 + ROWS)])
     return _recording(engine, cache, reqid, 3 * ROWS)

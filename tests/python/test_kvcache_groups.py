@@ -162,7 +162,7 @@ def test_a_truncation_that_fails_changes_no_group(context: Context, kind: Inject
             before = state(cache)
             context.inject(kind, skip=skip)
             try:
-                done = cache.truncate(child, 11) == 0  # memory may be short instead
+                done = cache.truncate(child, 11) == 0  # -1: memory is short
             except VMemError:
                 done = False
             finally:

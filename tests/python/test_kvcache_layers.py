@@ -546,7 +546,7 @@ def test_a_promotion_without_blocks_is_rejected(context: Context) -> None:
 
 
 def test_a_request_continues_after_one_group_lost_its_rows(context: Context) -> None:
-    """Its pages in the other group are freed with it."""
+    """The request's pages in the other group are freed when it ends."""
     with narrow_and_wide(context, deferred_reclaim=False) as cache:
         begin(cache, 16)
         request = 0

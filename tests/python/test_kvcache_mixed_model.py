@@ -79,7 +79,7 @@ class MixedModel(ShareModel):
             self.count("promote")
 
     def move(self, reqid: int) -> None:
-        """Moves a request or a part of it to the host or back."""
+        """Moves a request or part of it to the host or back."""
         wait = self.random.random() < 0.5
         self.fire()
         before = self.cache.snapshot()[reqid]

@@ -38,7 +38,7 @@ def put(cache: LayeredCache, reqid: int, number: float) -> None:
 
 
 def check(cache: LayeredCache, reqid: int, number: float | None) -> None:
-    """Checks the contents written by `put`; None: zeros."""
+    """Checks the contents written by `put`, or zeros if `number` is None."""
     for layer, shape in enumerate(LAYERS):
         if not isinstance(shape, StateShape):
             continue

@@ -242,7 +242,7 @@ def test_blocks_in_pieces_go_to_the_host_and_get_large_entries(backend: str) -> 
         if Caps.HOST_PAGES in context.info.caps:
             moved = cache.move(reqid, "host", tokens=(ROWS, PART + ROWS))
             assert moved == Moved(UNIT * TENSORS, 0)
-            assert cache.snapshot()[reqid].large_pages == 0, "a part of each block is off-device"
+            assert cache.snapshot()[reqid].large_pages == 0, "part of each block is off-device"
             assert whole(cache, reqid, rows)
             assert cache.move(reqid, "device").pages == UNIT * TENSORS
         cache.check_integrity()

@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 @pytest.fixture
 def work() -> Iterator[FdEvent]:
-    """Yields GPU work that completes at the end of the test at the latest."""
+    """Yields GPU work that completes no later than the end of the test."""
     with FdEvent.create() as event:
         yield event
         event.set()
@@ -62,7 +62,7 @@ def promptly(call: Callable[[], T], work: FdEvent) -> T:
 
 
 def busy(cache: KVCache, work: FdEvent, tokens: list[int] | None = None) -> int:
-    """Frees a request whose work is still running; its slot is the only free one."""
+    """Frees a request whose work is still running; no other slot is free."""
     reqid = started(cache, 2 * ROWS)
     cache.free_reqid(reqid, stream=work, tokens=tokens)
     return reqid

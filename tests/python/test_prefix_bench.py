@@ -220,7 +220,7 @@ def test_part_of_a_prefix_may_be_mapped() -> None:
         cache.serve(Prompt(2 * TRACE_BLOCK + 1, (0, 100, 7)))
         assert (cache.hits, cache.resumed) == (2, 1)
         assert cache.hit_tokens - cache.mapped_tokens == 2 * TRACE_BLOCK
-        # Two slots hold a part of the next prompt; the slot with the longer part is used.
+        # Two slots hold part of the next prompt; the slot with the longer part is used.
         cache.serve(Prompt(11 * TRACE_BLOCK, (*long.hash_ids[:10], 8000)))
         assert cache.resumed == 2
         cache.cache.check_integrity()

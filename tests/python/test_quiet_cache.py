@@ -44,7 +44,7 @@ def quiet(name):
             assert one.alloc_reqid() == 0
             assert one.step(lens(r0=4096)) == 0
             one.k(0)[0, :4096] = 1
-            one.free_reqid(0)  # unmapped in the background; nobody asks for the result
+            one.free_reqid(0)  # unmapped in the background; no call reads the result
             batches = 0
             while batches < {BATCHES}:
                 reqid = other.alloc_reqid()
@@ -70,7 +70,7 @@ def fill(cache):
     assert (cache.v(0)[reqid, :4096] == 2).all()
 
 def shortage(one, other):
-    # It needs the memory that is on its way back from the quiet one.
+    # This needs the memory that the quiet cache is unmapping.
     reqids = [other.alloc_reqid() for _ in range(3)]
     wanted = dict(zip(reqids, (8192, 4096, 8192)))
     if other.step([wanted.get(reqid, 0) for reqid in range(4)]) != 0:
@@ -104,7 +104,7 @@ real = pyvmem.memory.context.after_items
 
 def after_items(after, device):
     items, keep = real(after, device)
-    return items, keep or list(after)  # kept until the batch is over, as CUDA events are
+    return items, keep or list(after)  # kept until the batch has completed, like CUDA events
 
 pyvmem.memory.context.after_items = after_items
 
@@ -125,7 +125,7 @@ with KVCache(
     cache.free_reqid(first, stream=over())
     lens[first] = 0
     running = [cache.alloc_reqid() for _ in range(6)]
-    for step in range({BATCHES} + 100):  # nobody ends
+    for step in range({BATCHES} + 100):  # no request ends
         for reqid in running[:4] if step % 2 == 0 else running[4:]:
             lens[reqid] = min(32768, lens[reqid] + 8)
         assert cache.step_async(lens) == 0
@@ -163,12 +163,12 @@ def run(program: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_a_quiet_caches_interrupted_call_is_finished_by_its_next_call() -> None:
+def test_a_quiet_caches_unmap_is_finished_by_its_next_call() -> None:
     names = ["alloc", "stats", "step", "admit", "trim", "nothing"]
     assert run(QUIET, *names).splitlines() == [f"{name} holds" for name in names]
 
 
-def test_a_quiet_caches_interrupted_call_is_finished_by_a_shortage() -> None:
+def test_a_quiet_caches_unmap_is_finished_by_a_shortage() -> None:
     assert run(QUIET, "shortage") == "shortage holds\n"
 
 

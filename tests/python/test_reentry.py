@@ -209,7 +209,7 @@ def test_a_handler_that_calls_the_engine_gets_an_error(called: str) -> None:
                 except Reentered:
                     refused += 1
                 except VMemError:
-                    pass  # before or after the call, it is an ordinary call
+                    pass  # before or after the engine's call, this is an ordinary call
 
             calling = Handler(at, handle)
             with contextlib.suppress(VMemError):

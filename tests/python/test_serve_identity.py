@@ -18,7 +18,7 @@ from pyvmem.serve import Completion, Engine, FinishReason, Job, prompts
 from pyvmem.serve import model as models
 from pyvmem.serve.verify import compare, references
 
-NEW_TOKENS = 24
+NEW_TOKENS = 32
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def folder() -> object:
 @pytest.mark.needs_tensors
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("default")  # transformers' own warnings
-@pytest.mark.parametrize("count", [8, pytest.param(32, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [12, pytest.param(32, marks=pytest.mark.long)])
 def test_answers_match_generate(backend: str, folder: object, count: int) -> None:
     device = "cpu" if backend == "host" else "cuda:0"
     loaded = models.load(str(folder), dtype="float32", device=device)

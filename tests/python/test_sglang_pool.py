@@ -280,7 +280,7 @@ def test_a_request_is_answered_within_two_checks(
         count = len(checks)
         other.give(4 * GRANULE * 5)  # memory is not short here
         for _ in range(20):
-            other.want(4 * GRANULE)  # less in total than before
+            other.want(4 * GRANULE)  # a smaller total request than before
             rounds(1)
         assert len(checks) == count
         assert pool.check(prefixes) == []

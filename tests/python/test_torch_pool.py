@@ -696,7 +696,7 @@ class Libcuda:
 
 @pytest.mark.parametrize("code", [0, 2])
 def test_locked_blocks(monkeypatch: Any, caplog: Any, code: int) -> None:
-    """Includes blocks that cannot be locked, which are still usable."""
+    """Blocks that cannot be locked must still be usable."""
     cuda = Libcuda(code)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: cuda)
     host = HostMemory(0)

@@ -66,7 +66,7 @@ def make(geometry: Geometry, limit: int = 1 << 40) -> tuple[Backing, Memory]:
 
 
 def freed_by(backing: Backing, blocks: list[int]) -> int:
-    """Returns the bytes that `Backing.retire` of these blocks will free."""
+    """Returns the number of bytes that `Backing.retire` of these blocks will free."""
     total = 0
     for kind in range(len(backing.geometry.classes)):
         left: dict[int, int] = {}

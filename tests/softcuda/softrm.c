@@ -438,7 +438,7 @@ static void cut_out(struct thing *t, uint64_t addr, uint64_t bytes) {
   drop_thing(t);
 }
 
-/* Removes the mappings in a part of a range; false, without effect, if that would split a 2 MiB entry. */
+/* Removes the mappings in part of a range; false, without effect, if that would split a 2 MiB entry. */
 static bool clear(struct thing *range, uint64_t addr, uint64_t bytes) {
   for (struct thing *t = range->mappings; t; t = t->next)
     if (overlaps(t, addr, bytes) && (cuts(t, addr) || cuts(t, addr + bytes))) return false;

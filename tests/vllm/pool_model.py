@@ -225,11 +225,11 @@ class Pool:
         assert self.elastic.backing.check() == []
 
     def live(self) -> int:
-        """Returns the bytes of blocks with contents, the null block included."""
+        """Returns the number of bytes of blocks with contents, the null block included."""
         return int(self.elastic._live_blocks() * self.elastic.backing.geometry.block_bytes)
 
     def mapped(self) -> int:
-        """Returns the bytes that the rank has mapped; checks the records against them."""
+        """Returns the number of bytes that the rank has mapped; checks the records against them."""
         backing = self.elastic.backing
         assert len(self.rank.mapped) * backing.geometry.page_bytes(0) == backing.mapped_bytes
         return int(backing.mapped_bytes)

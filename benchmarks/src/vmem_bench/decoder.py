@@ -3,7 +3,7 @@
 
 Plain torch with rotary embedding, without a tokenizer. The caller supplies attention and the cache:
 `pyvmem.attention`, or anything with the same interface. With several ranks (`Shard`), each rank
-holds a part of the heads and of the MLP, and a full copy of everything else.
+holds part of the heads and of the MLP, and a full copy of everything else.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ static struct {
   pthread_cond_t unpinned;
   struct vm_ctx *ctx[MAX_CONTEXTS];
   uint32_t gen[MAX_CONTEXTS];
-  uint32_t inherited[MAX_CONTEXTS]; /* generation of a context of the parent process; 0 = none */
+  uint32_t inherited[MAX_CONTEXTS]; /* generations of the parent process's contexts; 0 = none */
   uint32_t next_gen, last_tag;
 } table = {.lock = PTHREAD_MUTEX_INITIALIZER, .unpinned = PTHREAD_COND_INITIALIZER};
 

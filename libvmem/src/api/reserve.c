@@ -126,7 +126,7 @@ VMEM_API int vMemFree(vmem_t vm, uint64_t addr, uint32_t flags) {
     err = free_begin(c, addr, flags, &p, &s);
   if (vm_recount(c, err)) err = free_begin(c, addr, flags, &p, &s);
   if (err) goto out;
-  if (c->info->unreserve_unmaps || !p.unmaps.n) { /* unreserve does the unmapping, or nothing is mapped */
+  if (c->info->unreserve_unmaps || !p.unmaps.n) { /* unreserve will unmap everything, or nothing is mapped */
     if (!(err = vm_plan_await_fills(c, &p))) err = vm_drv_unreserve(c, s->base, s->bytes, s->priv, &gone);
     vm_error_save(&why);
     if (err && !gone)

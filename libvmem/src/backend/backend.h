@@ -114,7 +114,7 @@ struct vm_backend {
    * entries of that size, each of which the core unmaps and replaces as a whole. */
   int (*slab_create)(void *be, uint64_t bytes, uint64_t page_size, uint32_t location, int32_t device, uint64_t *slab);
   int (*slab_destroy)(void *be, uint64_t slab, uint64_t bytes);
-  /* Optional: gives the memory behind a part of a slab back to the system; it reads as zeros later. */
+  /* Optional: gives the memory behind part of a slab back to the system; it reads as zeros later. */
   int (*discard)(void *be, uint64_t slab, uint64_t offset, uint64_t bytes);
 
   /* Map one run, accessible on all devices of the context. flags: VMEM_MAP_*. In a sparse reservation

@@ -315,7 +315,7 @@ static uint64_t least_of(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
 static uint64_t tables_of(uint64_t pages) { return least_of(pages / TABLES_PART, TABLES_MOST); }
 
-/* Returns the bytes of page cache and the like that the kernel reclaims immediately when the group reaches its
+/* Returns how many bytes of page cache and the like the kernel reclaims immediately when the group reaches its
  * limit. */
 static int64_t reclaimable(const struct level *level, bool two, uint64_t held) {
   char text[TEXT];

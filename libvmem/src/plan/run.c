@@ -17,7 +17,7 @@
 
 struct calls {
   struct vm_ctx *c;
-  struct vm_bind_op *ops; /* a part of the plan's `ops` */
+  struct vm_bind_op *ops; /* part of the plan's `ops` */
   size_t n;
   struct vm_bind_result r;
 };

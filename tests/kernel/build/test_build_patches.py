@@ -12,6 +12,7 @@ import driver_patches
 import pytest
 from check_patches import Clone, check_clone, check_contracts, check_letters, check_on
 from driver_patches import (
+    MUTANTS,
     PATCHES,
     ambiguous_hunks,
     apply_patch,
@@ -49,7 +50,7 @@ diff --git a/kernel-open/nvidia-uvm/uvm.c b/kernel-open/nvidia-uvm/uvm.c
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A tree of one file."""
+    """A source tree with one file."""
     (tmp_path / "tree" / "nvidia-uvm").mkdir(parents=True)
     (tmp_path / "tree" / "nvidia-uvm" / "uvm.c").write_text(FILE)
     return tmp_path / "tree"
@@ -118,7 +119,7 @@ def test_a_version_before_all_series_is_told(version: str) -> None:
 
 @pytest.fixture
 def newest(tmp_path: Path, patch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table of one series, of version 595.45.04."""
+    """A table with one series, for version 595.45.04."""
     folder = tmp_path / "patches" / "595.45.04"
     folder.mkdir(parents=True)
     patch.rename(folder / patch.name)
@@ -246,7 +247,7 @@ def test_what_the_module_relies_on_is_as_it_was_read(tmp_path: Path) -> None:
     except KernelBuildError as error:
         pytest.skip(str(error).splitlines()[0])
     assert check_contracts(source, version) == []
-    # A version in which get_ptes would write what others have written.
+    # A version in which get_ptes would overwrite entries of other callers.
     (tmp_path / "nvidia-uvm").mkdir()
     text = (source / "nvidia-uvm/uvm_mmu.c").read_text(encoding="utf-8")
     early = "    if (range->page_size != UVM_PAGE_SIZE_512M)\n        return NV_OK;\n"
@@ -297,7 +298,10 @@ def clone(tmp_path: Path) -> Clone:
     [
         (["535.98", "535.104.05"], None),
         (["535.98"], "535.104.05: 535.98 fits, series.json says None"),
-        (["535.98", "535.104.05", "535.104.06"], "535.104.06: in series.json, but has no public tag"),
+        (
+            ["535.98", "535.104.05", "535.104.06"],
+            "535.104.06: in series.json, but has no public tag",
+        ),
     ],
 )
 def test_every_public_version_is_in_the_table_or_found(
@@ -383,3 +387,9 @@ def test_a_mutant_is_applied_to_our_files_alone(
     assert kernel_files() == {"uvm_vmem_x.c": b"int a;\nint b;\nint c;\n"}
     with pytest.raises(KernelBuildError, match="no such mutant"):
         kernel_files("no-c")
+
+
+@pytest.mark.parametrize("mutant", sorted(path.stem for path in MUTANTS.glob("*.patch")))
+def test_every_mutant_applies(mutant: str) -> None:
+    """A changed comment in a patch's context would otherwise show only when its guest is built."""
+    assert kernel_files(mutant) != kernel_files()

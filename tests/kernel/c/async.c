@@ -124,7 +124,7 @@ static int free_all(void) {
   return vm_free(W.uvm, RES, UVM_VMEM_FREE_UNMAP);
 }
 
-/* Stops the engine at `where`; run() must not return while it is stopped. */
+/* Stops the engine at `where`; run() must not return before the engine continues. */
 static void must_wait(const char *what, unsigned where, int (*run)(void)) {
   struct call c;
   OK(softgpu_hold(W.dev, 0, where));
@@ -661,7 +661,7 @@ static void end_with_binds_in_flight(void) {
       if (!can_async()) _exit(77);
       if (vm_reserve(W.uvm, W.uuid[0], RES, MIB(16), 16, UVM_VMEM_RESERVE_EAGER)) _exit(1);
       if (vm_create(W.uvm, W.uuid[0], 16, 32, 0, &object)) _exit(2);
-      /* dev is the parent's: the hold outlives this process */
+      /* dev belongs to the parent: the hold outlives this process */
       if (softgpu_hold(dev, 0, SOFTGPU_HOLD_PUSH)) _exit(3);
       for (unsigned i = 0; i < 8; i++) {
         struct uvm_vmem_op op = op_map(RES + i * 4 * UNIT, object, i * 4, 4, 0);

@@ -16,7 +16,7 @@
 struct large {
   struct world w;
   uint32_t object;
-  unsigned ops; /* operations in a batch, of PAGES slots each */
+  unsigned ops; /* operations per batch, each on PAGES slots */
   unsigned shift;
 };
 
@@ -39,7 +39,7 @@ static int furnish(struct large *l, unsigned ops, unsigned shift, unsigned flags
   return result;
 }
 
-/* Binds, and checks the cost by the driver's counters and the GPU's, which agree if the batch makes no tables. Two
+/* Binds, and checks the cost by the driver's counters and the GPU's, which agree if the batch allocates no tables. Two
  * invalidates are expected if 2 MB PTEs become tables or the reverse. */
 static int bind(struct large *l, const struct uvm_vmem_op *ops, unsigned count, unsigned invalidates, bool makes_tables) {
   struct uvm_vmem_stat before, after;

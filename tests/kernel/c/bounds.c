@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Bounds on what a user can take, and on how long others wait for one: limits of each user and cgroup, charges to the
- * memory cgroup, calls that wait for the GPU with no lock held, locks that are released in steps, a wait that sleeps,
- * and a process that is killed while it waits.
+ * Bounds on the resources that a user can take, and on the time that a user can make others wait: limits of each user
+ * and cgroup, charges to the memory cgroup, calls that wait for the GPU with no lock held, locks that are released in
+ * steps, a wait that sleeps, and a process that is killed while it waits.
  */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -318,7 +318,7 @@ static long parameter_now(const char *name) {
   return atol(text);
 }
 
-/* By default all limits but those of one descriptor are on, and depend on the machine's memory and the GPU's: 1/32 for
+/* By default all limits except per-descriptor ones apply, and depend on the machine's memory and the GPU's: 1/32 for
  * a user's page tables, half for a user's pinned host memory, 15/16 for the GPU's memory. */
 static void limits_are_on(void) {
   static const struct {
@@ -414,7 +414,7 @@ static void limit_of_all(void) {
   OK(vm_free(a.uvm, RES, UVM_VMEM_FREE_UNMAP));
   OK(takes_tables(LARGE));
   OK(set_parameter(GPU_TOTAL, 8));
-  OK(vm_create(a.uvm, a.uuid[0], 21, 2, 0, &more)); /* furnish() has 4 MB */
+  OK(vm_create(a.uvm, a.uuid[0], 21, 2, 0, &more)); /* furnish() holds 4 MB */
   EQ(vm_create(b.uvm, b.uuid[0], 16, 1, 0, &host), -EDQUOT);
   OK(vm_release(a.uvm, more));
   OK(vm_create(b.uvm, b.uuid[0], 21, 2, 0, &host));

@@ -134,7 +134,7 @@ static unsigned migrate(void *at, size_t bytes, NvProcessorUuid to) {
 }
 
 #if defined(UVM_TEST_PMM_SYSMEM) || defined(UVM_TEST_PMM_REVERSE_MAP)
-/* A range of 2 MB split into four, as UVM's reverse map tests need it. */
+/* Creates a range of 2 MB split into four, which UVM's reverse map tests need. */
 static void *in_four_parts(uint64_t offset) {
   char *at = managed(offset, BYTES_2M);
   for (unsigned part = 1; part < 4; part++) {

@@ -20,7 +20,7 @@
 #define LIVE_PAGES 100000
 
 static struct world W;
-static uint64_t calls; /* the case's ioctls so far */
+static uint64_t calls; /* ioctls of the current case so far */
 
 struct cost {
   uint64_t ioctls, pushes, pte_writes, invalidates, pde_writes, table_waits, methods, membars;
@@ -208,7 +208,7 @@ static void the_stock_path(void) {
   world_close(&W);
 }
 
-/* The kB of a line of /proc/meminfo. */
+/* Returns the kB value of a line of /proc/meminfo. */
 static uint64_t meminfo(const char *name) {
   char line[128];
   uint64_t kb = 0;
@@ -278,8 +278,8 @@ static void live_pages(void) {
   world_close(&W);
 }
 
-/* Maps and unmaps 1 GB with 2 MB entries and with 64 KB entries: the same memory, including the first touch. Of each 2
- * MB entry a page is then unmapped and mapped again, and the entry is joined again. */
+/* Maps and unmaps 1 GB with 2 MB entries and with 64 KB entries: the same memory, including the first touch. Then a
+ * page of each 2 MB entry is unmapped and mapped again, and the entry is joined again. */
 static void a_gigabyte(void) {
   enum { SLOTS = 512, UNITS = SLOTS * SLOT_UNITS };
   static const char *const sizes[] = {"64 KB", "2 MB"};
@@ -305,7 +305,7 @@ static void a_gigabyte(void) {
       publish(name, &c);
       EQ(c.ioctls, 1);
       EQ(c.pte_writes, large ? SLOTS : UNITS);
-      if (again) EQ(c.invalidates, 1); /* the first touch makes tables */
+      if (again) EQ(c.invalidates, 1); /* the first touch allocates tables */
       before = take();
       OK(bind(&unmap, 1));
       c = since(&before);

@@ -415,7 +415,7 @@ static void limit_under_threads(void) {
   }
 }
 
-/* The number of live structs of a kind, from the kernel's slab statistics; -1 if they are not available. */
+/* Returns the number of live structs of a type, from the kernel's slab statistics; -1 if they are not available. */
 static long slab_objects(const char *name) {
   char line[256], found[64];
   long active = -1, n;

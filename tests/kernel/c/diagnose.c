@@ -25,7 +25,7 @@ static int log_open(void) {
   return fd;
 }
 
-/* Waits a while for the next line that contains `what`; false: none came. */
+/* Waits a while for the next line that contains `what`. Returns false if none came. */
 static bool log_line(int fd, const char *what, char *line, size_t size) {
   for (unsigned tries = 0; tries < 100;) {
     ssize_t n = read(fd, line, size - 1);
@@ -408,7 +408,7 @@ static bool put(const char *path, const char *value) {
 }
 
 /* The kernel patches its code to turn tracepoints on and off. Under QEMU's emulation another processor may loop forever
- * on the int3 that is there during the change, so the other processors are taken offline. */
+ * on the int3 that is there for a moment, so the other processors are taken offline. */
 static bool trace_events(const char *value) {
   static const char second[] = "/sys/devices/system/cpu/cpu1/online";
   bool took = put(second, "0"), good = put(TRACING "/events/uvm_vmem/enable", value);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
  * Entries of 2 MB that a batch asks for (UVM_VMEM_OP_LARGE): which operations and which memory produce them,
- * what is refused, how they are split and joined, and what that costs. gap.c tests what GPU work sees in between, and
+ * what is refused, how they are split and joined, and what that costs. gap.c tests what concurrent GPU work sees, and
  * failnth.c the state after each failure.
  */
 #include "abi.h"
@@ -48,7 +48,7 @@ static struct cost cost_of(const struct uvm_vmem_op *ops, unsigned n, int *resul
                        b.out_invalidates - a.out_invalidates};
 }
 
-/* Each 2 MB of an object made CONTIGUOUS is a chunk, whatever the object's size; the remainder is one run. */
+/* Each 2 MB of an object created CONTIGUOUS is a chunk, whatever the object's size; the remainder is one run. */
 static void contiguous_objects(void) {
   enum { CHUNKS = 20, REST = 5 };
   struct uvm_vmem_stat s;

@@ -256,7 +256,7 @@ static void sweep_all(const struct injector *by) {
     if (!good) return;
     total += score.failed;
   }
-  CHECK(total > 0 || only); /* or nothing was tested */
+  CHECK(total > 0 || only); /* otherwise nothing was tested */
 }
 
 static void resource_manager(void) {

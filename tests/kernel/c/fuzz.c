@@ -5,7 +5,7 @@
  *
  * Checks: only errnos that the ABI documents, no output on failure except out_failed_op, a consistent STAT,
  * and a bystander (another descriptor of the process, with mapped pages) whose memory never changes.
- * The runner also checks the kernel's log, and the program the GPU's error counters.
+ * The runner also checks the kernel log; the program checks the GPU's error counters.
  *
  * Parameters: CALLS (in total), SEED. After every 2,000 calls of a thread its descriptor is closed and reopened.
  */
@@ -136,7 +136,7 @@ static void fill_reserve(struct fuzzer *f, struct uvm_vmem_reserve *r) {
   r->flags = flags(f, UVM_VMEM_RESERVE_EAGER | UVM_VMEM_RESERVE_BIG);
   r->start = a_place(f);
   r->length = chance(f, 12) ? any64(f) : (1 + below(f, 16)) * SLOT;
-  if (r->length > GIB(1) && !(r->length & (SLOT - 1))) r->flags &= ~UVM_VMEM_RESERVE_EAGER; /* making the tables would take too long */
+  if (r->length > GIB(1) && !(r->length & (SLOT - 1))) r->flags &= ~UVM_VMEM_RESERVE_EAGER; /* allocating the tables takes too long */
   r->page_shift = a_shift(f);
   r->gpu_count = chance(f, 15) ? any32(f) : 1;
   for (unsigned i = 0; i < 4; i++) a_gpu(f, gpus + i * UVM_VMEM_UUID_BYTES);

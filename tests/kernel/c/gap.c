@@ -3,7 +3,7 @@
  * What concurrent GPU work sees during a BIND (uvm_vmem_ioctl.h). The engine is stopped before each word of the
  * BIND's pushes; at each stop the watched addresses are walked, as a GPU with an empty TLB would do, and read through
  * the TLB. In the tests named free_* nothing is stopped: threads read continuously while batches of two and more pushes
- * are executed, each push some milliseconds late. In all other tests, of all programs, readers.c of the software GPU
+ * are executed, each push some milliseconds late. In all other tests of all programs, readers.c of the software GPU
  * watches the page tables.
  *
  * Parameters: FLIPS of a slot (2), SLOTS and ROUNDS of the free_* tests (2048, 6). TRACE=1 shows the words at which

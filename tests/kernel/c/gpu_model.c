@@ -169,7 +169,7 @@ static struct between look_between(struct call *call) {
   return b;
 }
 
-// Between the write of an entry and its invalidate the TLB has the old state: no translation yet, or the old page.
+// Between the write of an entry and its invalidate the TLB holds the old state: no translation yet, or the old page.
 static void stale(void) {
   const uint64_t va = BASE + MIB(1);
   struct softgpu_alloc keep, memory;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
  * A process with several busy threads is killed at a random point, again and again; afterwards everything that it
- * had has been freed, and no other process sees its data. Also tests /proc/driver/nvidia-uvm/vmem, which lists live
+ * held has been freed, and no other process sees its data. Also tests /proc/driver/nvidia-uvm/vmem, which lists live
  * clients.
  *
  * Parameters: KILLS, SEED.
@@ -179,7 +179,7 @@ static int read_rows(struct row *rows, int most) {
 
 enum { MOST_ROWS = 64 };
 
-/* Finds the only line of a process; false: it has none. */
+/* Finds the only line of a process. Returns false if it has none. */
 static bool row_of(pid_t pid, struct row *row) {
   static struct row rows[MOST_ROWS];
   int found = 0, n = read_rows(rows, MOST_ROWS);

@@ -87,7 +87,7 @@ static void the_gpu_goes(void) {
     OK(softgpu_uvm_unregister_gpu(&w.c, 0));
     OK(vm_stat(w.uvm, NULL, &s));
     EQ(s.out_created_bytes + s.out_mapped_bytes + s.out_chunk_bytes, 0);
-    /* Its memory is free although the descriptor is still open. */
+    /* The memory is free although the descriptor is still open. */
     EQ(gpu_counters(&stays, 0).frames_free_now, base.frames_free_now);
     EQ(vm_create(w.uvm, w.uuid[0], 16, 1, 0, &more), -ENODEV);
     int result = vm_map(w.uvm, RES, RES, small, 0, 1, 0);

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /*
  * The GPU fails: it falls off the bus, or a push dies. After either UVM refuses to work until it is reloaded,
- * so each guest runs only one of these tests: `lost gpu_lost`, `lost push_dies`. The kernel's log has the
- * driver's own lines about it.
+ * so each guest runs only one of these tests: `lost gpu_lost`, `lost push_dies`. The driver itself
+ * reports the failure in the kernel log.
  *
  * Nothing may hang, calls must fail in a defined way, and close must free everything.
  */
@@ -88,7 +88,7 @@ static void push_dies(void) {
   EQ(result, -EIO);
   softgpu_inject_clear(W.dev);
   uint32_t more;
-  EQ(vm_create(W.uvm, W.uuid[0], 16, 1, 0, &more), -EIO); /* UVM has noticed: no new work is begun */
+  EQ(vm_create(W.uvm, W.uuid[0], 16, 1, 0, &more), -EIO); /* UVM has noticed the failure and begins no new work */
   calls_after_the_failure();
   if (!failures_here) memory_stays_until_close();
   if (!failures_here) all_closes();

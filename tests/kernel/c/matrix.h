@@ -110,7 +110,7 @@ static inline void run_sizes(int fd, const struct command *c) {
     snprintf(what, sizeof(what), "%s, struct short by %zu", c->name, short_by[i]);
     if (!expect(fd, what, c->number, argument, EINVAL) && c->undo) c->undo(argument);
   }
-  if (least < c->size) { /* as a program compiled with the first version calls it */
+  if (least < c->size) { /* a call by a program that was compiled with the first version */
     char whole[4096];
     argument = page_end() - least;
     c->valid(whole);

@@ -4,7 +4,7 @@
  *
  * Each thread has its own objects, its own reservation, and a part of a reservation that its process's threads share.
  * Every page's contents carry the writer's tag; fresh memory must be zero. So a page that another thread or process
- * wrote, a stale translation, or an operation that was half done shows as a wrong value, read through the
+ * wrote, a stale translation, or a half-done operation shows as a wrong value, read through the
  * GPU's TLB and page tables. Pushes are delayed at random, and copies are reordered.
  *
  * Parameters: OPS (for each thread), PROCS, THREADS, SEED, DELAY_US.
@@ -178,7 +178,7 @@ static void do_release(struct actor *a) {
   drop_if_dead(o);
 }
 
-/* Generates one operation and marks its units in used; false if no operation fits. */
+/* Makes up one operation and marks its units in used. Returns false if no operation fits. */
 static bool random_op(struct actor *a, struct area *area, struct uvm_vmem_op *op, struct object **object, bool *used) {
   *object = NULL;
   if (below(a, 3) == 0) { /* UNMAP */
@@ -253,7 +253,7 @@ static void model_op(struct area *area, const struct uvm_vmem_op *op, struct obj
   }
 }
 
-/* Finds the units of a slot that an operation names: from *first to *last; false if none. */
+/* Finds the units of a slot that an operation names: from *first to *last. Returns false if it names none. */
 static bool units_in_slot(const struct area *area, unsigned slot, const struct uvm_vmem_op *op, const struct object *o,
                           unsigned *first, unsigned *last) {
   unsigned at = (op->addr - area->start) / UNIT, units = op->count << ((o ? o->shift : area->shift) - 16);
@@ -349,7 +349,7 @@ static void do_bind(struct actor *a) {
   uint32_t failed;
   if (a->tickets == TICKETS) settle(a);
   int got = vm_bind(a->w->uvm, area->reservation, ops, n, &failed, async ? &ticket : NULL);
-  while (got == -EAGAIN) { /* the other threads hold all tickets */
+  while (got == -EAGAIN) { /* the other threads hold all the tickets */
     settle(a);
     sched_yield();
     got = vm_bind(a->w->uvm, area->reservation, ops, n, &failed, async ? &ticket : NULL);
@@ -491,7 +491,7 @@ static bool put_away(struct actor *actor, unsigned threads) {
   return good;
 }
 
-/* One process; exit status 0: everything was as the model predicts. */
+/* Runs one process. Exit status 0: everything was as the model predicts. */
 static int process(unsigned number, unsigned threads, uint64_t seed) {
   struct actor *actor = calloc(threads, sizeof(*actor));
   pthread_t thread[16];

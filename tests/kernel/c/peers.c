@@ -286,7 +286,7 @@ static void waits_for(unsigned gpu, const char *what, int (*call)(void)) {
   if (early) fail("%s returned before GPU %u had executed it", what, gpu);
 }
 
-/* A ticket is open until the last GPU is done. */
+/* A ticket stays unfinished until the last GPU is done. */
 static void ticket_waits_for(unsigned gpu, struct uvm_vmem_op op) {
   uint64_t ticket;
   OK(softgpu_hold(both.dev, gpu, SOFTGPU_HOLD_PUSH));
@@ -395,8 +395,8 @@ static void *create_on_1(void *argument) {
   return (void *)(intptr_t)vm_create(w->uvm, w->uuid[1], 16, 4, 0, &object);
 }
 
-/* A BIND is over when its own pushes are executed: pushes that another call has sent to another GPU since, and that are
- * still pending, must not make the following FREE look like a gap. */
+/* A BIND is over when its own pushes are executed: pushes that another call sent to another GPU during the BIND, and
+ * that are still pending, must not make the following FREE look like a gap. */
 static void free_while_another_gpu_is_slow(void) {
   struct world w;
   pthread_t bind, create;

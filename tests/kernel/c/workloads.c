@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * The operations of a KV cache, in the library's two ways of mapping on a GPU: a batch of the patched driver, and a call
- * of the stock driver for each run of pages. Both map the same pages at the same addresses in the same steps; the cost
- * is counted.
+ * Runs the operations of a KV cache in the library's two ways of mapping on a GPU: one batch of the patched driver, or
+ * a call of the stock driver for each run of pages. Both map the same pages at the same addresses in the same steps;
+ * the cost is counted.
  *
- * The shape is Qwen2.5-1.5B's: 28 layers, a K and a V tensor each (LAYERS= takes fewer), 2 heads x 128 x 2 bytes a
+ * The shape is Qwen2.5-1.5B's: 28 layers, a K and a V tensor each (LAYERS= takes fewer), 2 heads x 128 x 2 bytes per
  * token, so that a page of 64 KB holds 128 tokens. Parameters: LAYERS, REQUESTS, TOKENS. Each case is printed as a line
  * "COUNTS {json}".
  */
@@ -24,7 +24,7 @@ static bool stock;
 static unsigned requests, tensors, tokens;
 static uint64_t calls;
 
-/* Both ways number physical pages alike: page n is in an object, or at an offset of memory. */
+/* Both ways number physical pages alike: page n is in an object, or at an offset in the stock driver's allocation. */
 static struct softgpu_alloc memory;
 static uint32_t *object_of; /* the object of each group; a group is one page for each tensor */
 

@@ -97,7 +97,7 @@ class _Staging:
 
 
 def python_image(cache: Path) -> Path:
-    """Returns this environment's image, and makes it if needed. Keeps only the newest image."""
+    """Returns this environment's image, and builds it if needed. Keeps only the newest image."""
     if not PYTHON.exists():
         raise GuestError(f"no {PYTHON.relative_to(ROOT)}: run `make setup`")
     asked = [PYTHON, HERE / "python_files.py", *DISTRIBUTIONS]
@@ -148,7 +148,7 @@ def _make(found: dict[str, list[str]], folder: Path, image: Path) -> None:
         staging.add(Path(name))
     for path in _shared_libraries(staging.folder):
         staging.add(path)
-    # Inodes, and a tenth for the tables of the file system.
+    # Room for inodes, and a tenth more for the file system's own tables.
     megabytes = (staging.size * 11 // 10 >> 20) + 32
     new = folder / "image"
     command = ["mke2fs", "-q", "-F", "-t", "ext4", "-O", "^has_journal,^resize_inode", "-m", "0"]

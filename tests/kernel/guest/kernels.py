@@ -23,7 +23,7 @@ def release_of(module: Path) -> str:
 
 
 def kernel_for(tree: Path | None, build: Path) -> Path:
-    """The image to boot: that of VMEM_GUEST_KERNEL, otherwise an unpacked or an installed one."""
+    """The kernel image to boot: $VMEM_GUEST_KERNEL, else an unpacked or an installed kernel."""
     named = os.environ.get("VMEM_GUEST_KERNEL")
     if named:
         return Path(named)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The runner itself: it relays output and status, and takes no failure for a success.
+"""The runner relays output and exit status, and reports every failure as a failure.
 
 These guests load no module, so the newest available kernel is used.
 """

@@ -60,7 +60,7 @@ def run(*words: str | Path) -> None:
 
 
 def stale(target: Path, sources: Iterable[Path]) -> bool:
-    """True if a source is newer than its product."""
+    """True if the target is missing or older than a source."""
     if not target.exists():
         return True
     return any(source.stat().st_mtime > target.stat().st_mtime for source in sources)

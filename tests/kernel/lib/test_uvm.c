@@ -4,7 +4,7 @@
  * failures of the driver and of the GPU, the limits of one call, and that all memory is returned.
  *
  *   test_uvm             all of it
- *   test_uvm gpu-fails   a push that dies, after which UVM gives the GPU up
+ *   test_uvm gpu-fails   a push that dies, after which UVM gives up on the GPU
  *   test_uvm two-gpus    with two software GPUs
  *   test_uvm unpatched   the probe on a driver without the patch
  */
@@ -103,7 +103,7 @@ static void growth_is_one_call(void) {
   OK(vMemReserve(vm, TENSORS * STRIDE, NULL, &va));
   OK(vmem_warm(vm, MIB(32)));
   op.addr = va;
-  OK(vmem_batch(vm, &op, 1, NULL, 0, 0)); /* creates the tables */
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0)); /* allocates the tables */
   for (int round = 0; round < 4; round++) {
     before = driver_stat(vm);
     calls = stats_of(vm);

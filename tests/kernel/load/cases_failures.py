@@ -87,7 +87,7 @@ def module_does_not_start(machine: Machine) -> None:
 
 
 def node_cannot_be_made(machine: Machine) -> None:
-    """There is a folder in the place of the device node."""
+    """A folder is in the place of the device node."""
     for name in ("nvidia-uvm", "nvidia-uvm-tools"):
         Path("/dev", name).unlink()
     Path("/dev/nvidia-uvm").mkdir()
@@ -101,7 +101,7 @@ def node_cannot_be_made(machine: Machine) -> None:
     assert not machine.system.uvm_is_ours()
 
 
-def another_module_was_loaded_meanwhile(machine: Machine) -> None:
+def another_module_was_loaded_in_between(machine: Machine) -> None:
     """A program that starts CUDA loads the stock module between unload and load."""
     script = "case $1 in /load/*) [ -d /sys/module/nvidia_uvm ] || modprobe nvidia-uvm;; esac\n"
     outcome = machine.swap(
@@ -182,7 +182,7 @@ CASES = (
     parameter_is_wrong,
     module_does_not_start,
     node_cannot_be_made,
-    another_module_was_loaded_meanwhile,
+    another_module_was_loaded_in_between,
     ended_by_a_signal,
     killed_in_the_selftest,
     killed_between_the_modules,

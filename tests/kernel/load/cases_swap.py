@@ -36,7 +36,7 @@ def parameters_are_carried_over(machine: Machine) -> None:
 
 
 def permissions_are_kept(machine: Machine) -> None:
-    """Nodes with an outdated device number are remade, with the same owner and mode."""
+    """Nodes with an outdated device number are recreated with the same owner and mode."""
     for name in ("nvidia-uvm", "nvidia-uvm-tools"):
         path = Path("/dev", name)
         machine.node(path, 240, 7, mode=0o640)

@@ -23,7 +23,7 @@ import cases_signatures  # noqa: E402
 import cases_swap  # noqa: E402
 from guest_machine import Machine  # noqa: E402
 
-# The group that cannot be undone (the kernel then requires signatures) is last.
+# Last: the group that cannot be undone (the kernel requires signatures from then on).
 GROUPS = (cases_refusals, cases_swap, cases_failures, cases_dkms, cases_signatures)
 
 

@@ -26,7 +26,7 @@ __all__ = ["DEBIAN_RULES", "GIVEN", "Machine", "Outcome", "Running", "process"]
 GIVEN = Path("/load")
 SWITCHED = ("nvidia-uvm", "nvidia-uvm-tools")
 
-# Debian's rules, shortened, and module parameters that our module has to get too.
+# Debian's rules, shortened, and module parameters that our module must get too.
 DEBIAN_RULES = """\
 install nvidia modprobe -i nvidia-current-open $CMDLINE_OPTS
 install nvidia-uvm modprobe nvidia ; modprobe -i nvidia-current-open-uvm $CMDLINE_OPTS
@@ -111,7 +111,7 @@ class Machine:
         self.lay_out(files)
 
     def start_driver(self, uvm: bool = True) -> None:
-        """Loads the driver as a boot does, and makes its nodes."""
+        """Loads the driver as at boot, and creates its nodes."""
         self.run("modprobe", "nvidia-uvm" if uvm else "nvidia").expect(0)
         majors = {name: number for number, name in self.system.device_majors().items()}
         major = majors.get("nvidia", majors.get("nvidia-frontend", 195))
@@ -122,7 +122,7 @@ class Machine:
                 self.node(Path("/dev") / name, majors["nvidia-uvm"], minor)
 
     def node(self, path: Path, major: int, minor: int, mode: int = 0o666) -> None:
-        """Creates a device node; replaces an old one."""
+        """Creates a device node in place of any old node."""
         self.changed = True
         path.unlink(missing_ok=True)
         os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(major, minor))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The required tests of each driver branch, on each architecture it supports, in both builds.
 
-The long run has Debian's versions; for any other version see suite.py --driver.
+The long run covers Debian's versions; for any other version see suite.py --driver.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ARCHITECTURES = ("ampere", "hopper")
 BLACKWELL = ("blackwell", "gb20x")
 SINCE_BLACKWELL = 570
 
-FORMAT = ("basic", "gap")  # depend on the page table format
+FORMAT = ("basic", "gap")  # programs that depend on the page table format
 
 # UVM's CHANNEL_SANITY kills a channel and destroys the others without waiting for them. With
 # delayed pushes they are still busy then, and channel_destroy asserts that they are not.

@@ -40,7 +40,8 @@ BUILTIN_NOISE = (
 PEERS_NOISE = (r"set_optimal_p2p_write_ces.* Assert failed, condition peer_caps->ref_count",)
 
 # A process is killed while UVM adds a GPU: alloc_parent_gpu cannot start a kernel thread, and
-# add_gpu leaks what that has allocated (535 to 555; 580 frees it). No other leak is allowed.
+# add_gpu leaks what alloc_parent_gpu has allocated (535 to 555; 580 frees it). No other leak may
+# occur.
 KILLED: dict[str, Any] = {
     "uvm_args": "uvm_leak_checker=2",
     "allow": (
@@ -72,7 +73,7 @@ PROGRAMS = [
 # The debug build detects all that the release build does, and also checks UVM's asserts and lock
 # orders, so `make test` runs each program once, in the debug build. Programs that depend on the
 # page table format or on the driver's speed also run in the release build and on the other
-# architecture. The long run has all programs in both builds.
+# architecture. The long run covers all programs in both builds.
 BOTH = ("async", "basic")
 # Each step makes the driver process thousands of slots, which the release build does faster.
 RELEASE = ("failnth",)

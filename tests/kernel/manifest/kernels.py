@@ -14,11 +14,11 @@ from manifest.entry import Test
 
 __all__ = ["TESTS", "kernel_tests"]
 
-# A Debian suite, for its kernel, and the driver of the same suite.
+# A Debian suite, whose kernel is used, and that suite's driver version.
 DEBIAN = (("trixie", "550.163.01"),)
 # Suites whose kernel has DEVICE_PRIVATE, and so HMM.
 WITH_HMM = ("trixie-backports",)
-# A version counts as run if all of EACH passed in these; the short run has most of them in debug.
+# A version counts as run if all of EACH passed in these. The short run covers most in debug.
 COUNTED = (("hopper", "release"), ("hopper", "debug"))
 
 

@@ -19,6 +19,6 @@ TESTS = [
         env=("VMEM_TEST_BACKEND=uvm",),
         command=("python3", f"{HERE}/guest_load.py"),
         timeout=900,
-        long=True,  # needs two more driver builds: the stock module and that of `make module`
+        long=True,  # needs two more driver builds: the stock module and the one from `make module`
     ),
 ]

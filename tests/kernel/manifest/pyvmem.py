@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""libvmem and pyvmem on the patched driver: those tests of both suites that need no CUDA."""
+"""libvmem and pyvmem on the patched driver: the tests of both suites that need no CUDA."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ C_TESTS = (
     "threads",
     "zeroing",
 )
-# Those that test the library's requests to the back end. The others test the library above it,
+# Tests of the library's requests to the back end. The others test the library above it,
 # which their runs on `host` cover.
 CHANGES = ("batch", "entries", "large", "move", "threads")
-# Fewer steps and rounds for the random tests; the long run makes all of them.
-FEWER = ("ENTRIES_STEPS=40", "THREADS_ROUNDS=30")
+# Fewer steps and rounds for the random tests; the long run does all of them.
+FEWER = ("ENTRIES_STEPS=100", "THREADS_ROUNDS=30")
 # The page tables of a failed GPU stay as they are: nothing can be written to them.
 AFTER_A_FAILURE = (
     r"softgpu: error: gpu \d: frame [0-9a-f]+ freed while \d+ live entries map it",
@@ -115,7 +115,7 @@ TESTS = [
     _suite("c", C_TESTS, long=True),
     _suite("c-debug", C_TESTS, type="debug", module_args=DELAYS, long=True),
     _suite("stress", ("stress",), long=True),
-    # The column uvm of docs/compatibility.md is made from this record.
+    # The column uvm of docs/compatibility.md is generated from this record.
     _python(
         "features",
         "vmem probe && vmem selftest --backend uvm --samples 0 --out /tmp/report.json &&"

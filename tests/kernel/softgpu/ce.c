@@ -2,8 +2,8 @@
 /*
  * ce.c - the copy engine: memset and memcpy, physical and virtual, and semaphores after them.
  *
- * Sources: kernel-open/nvidia-uvm/clc8b5.h (Hopper) and clc6b5.h (Ampere); the fields used here are the same in both but for
- * MEMORY_SCRUB_ENABLE, which Hopper added. Blackwell's (clc9b5.h, clcab5.h) are those of Hopper.
+ * Sources: kernel-open/nvidia-uvm/clc8b5.h (Hopper) and clc6b5.h (Ampere); the fields used here are the same in both
+ * except for MEMORY_SCRUB_ENABLE, which Hopper added. Blackwell's (clc9b5.h, clcab5.h) are those of Hopper.
  *
  * Order: a launched transfer is only queued. It is carried out when something waits for it (a transfer that is not
  * pipelined, a semaphore of this engine, a WFI of the host) or when the channel has nothing else to do. Pipelined

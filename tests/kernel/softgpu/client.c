@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
 /*
- * client.c - the resource manager's clients, which map handles to objects; made through /dev/nvidiactl or
- * /dev/softgpu, and freed with the descriptor that made them. All functions run under model.lock.
+ * client.c - the resource manager's clients, which map handles to objects; created through /dev/nvidiactl or
+ * /dev/softgpu, and freed with the descriptor that created them. All functions run under model.lock.
  */
 #include <linux/slab.h>
 

@@ -4,7 +4,7 @@
  *
  * Objects
  *   softgpu   one GPU: video memory, TLB, channels, one thread that executes pushbuffers.
- *   space     a GPU address space. UVM makes some for itself (channels, copies) and duplicates those that
+ *   space     a GPU address space. UVM creates some for itself (channels, copies) and duplicates those that
  *             processes register ("user" spaces). Has a root page table, which UVM writes.
  *   channel   a ring of pushbuffer segments; executed by the GPU's thread.
  *   table     our record of one page table or directory that is reachable from the root of a user space.
@@ -64,9 +64,9 @@
 struct sg_frame {
 	u64 word;           /* value of each 64-bit word in the parts that are not backed */
 	void **part;        /* NULL or SG_SUBPAGES pointers, each NULL or 4 KB */
-	u32 mappings;       /* PTEs of user spaces that map a part of it */
-	u64 cleared[SOFTGPU_MAX_GPUS]; /* when each GPU last lost a translation to it (membars.c) */
-	u16 tables;         /* live tables in it (tables.c) */
+	u32 mappings;       /* PTEs of user spaces that map part of it */
+	u64 cleared[SOFTGPU_MAX_GPUS]; /* when each GPU last lost a translation to the frame (membars.c) */
+	u16 tables;         /* live tables in the frame (tables.c) */
 	u8 poison;          /* `word` is the poison: never written */
 	u8 cpu_mapped;      /* its backing must not move */
 };
@@ -409,7 +409,7 @@ struct softgpu {
 	u64 backing_bytes;
 
 	unsigned long *pma_used;   /* a bit for each frame: allocated, or being evicted for an allocation */
-	unsigned long *pma_pinned; /* of those, frames that UVM cannot be asked to evict */
+	unsigned long *pma_pinned; /* allocated frames that UVM cannot be asked to evict */
 	u8 *pma_chunk_used;        /* used frames in each 2 MB */
 	u64 pma_free, pma_free_2m;
 	UvmPmaStatistics pma_stats;
@@ -428,7 +428,7 @@ struct softgpu {
 	wait_queue_head_t wait;    /* wakes on: held, released */
 	u32 hold;                  /* SOFTGPU_HOLD_* */
 	bool held;
-	bool hold_pass;            /* it does not stop again at the current place */
+	bool hold_pass;            /* the engine does not stop again at the current place */
 	const void *hold_owner;
 	u8 *bounce;                /* one page, for copies */
 
@@ -484,7 +484,7 @@ struct softgpu *sg_gpu_by_uuid(const void *uuid);
 struct softgpu *sg_gpu_by_index(u32 index);
 u32 sg_peers_of(const struct softgpu *gpu);
 
-/* ---- faults and broken rules (report.c) ------------------------------------------------------------- */
+/* ---- faults and rule violations (report.c) ------------------------------------------------------------- */
 
 void sg_fault(struct softgpu *gpu, u32 kind, u64 address, u64 pte, u32 pid, u32 channel);
 /* SOFTGPU_ERROR_*: recorded, counted, and logged */

@@ -4,7 +4,7 @@
  *
  * Sources: kernel-open/nvidia-uvm/hwref/hopper/gh100/dev_mmu.h (NV_MMU_VER3_*, NV_MMU_NEW_* = version 2), the level
  * maps at the head of uvm_pascal_mmu.c, uvm_hopper_mmu.c and uvm_blackwell_mmu.c, and what the comments there say about
- * invalid entries. GB10x has Hopper's format with one more size of page; GB20x has Hopper's.
+ * invalid entries. GB10x has Hopper's format with one more page size; GB20x has Hopper's.
  */
 #include <linux/bitfield.h>
 #include <linux/bits.h>

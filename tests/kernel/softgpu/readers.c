@@ -17,9 +17,9 @@
  * BINDs are observed through the driver's tracepoints: uvm_vmem_bind_op comes before anything is written,
  * uvm_vmem_bind_sent when all pushes are in the rings, uvm_vmem_bind when the call returns. A BIND is in flight until the
  * engine has executed the entries put into the rings between the first two, whatever the call returned: a call that a
- * signal ends leaves its pushes behind. Entries that other calls put there in that time count too, because they cannot
- * be told apart. So once the call has returned, the BIND is held responsible for writes of pushes from that time only,
- * not for later ones, such as those of a FREE that has waited for it.
+ * signal ends leaves its pushes behind. Entries that other calls put there in that time count too, as they cannot be told
+ * apart. So once the call has returned, the BIND is held responsible for writes of pushes from that time only, and not for
+ * later ones, such as those of a FREE that has waited for it.
  */
 #include <linux/file.h>
 #include <linux/module.h>
@@ -40,8 +40,8 @@
 #define OP_CUT (1u << 3)
 
 #define RANGES_PER_CHUNK 254
-#define MARKS_MAX        64 /* most channels, of all GPUs */
-#define REPORTS_MAX      8 /* most reports for one BIND */
+#define MARKS_MAX        64 /* maximum number of channels on all GPUs together */
+#define REPORTS_MAX      8 /* maximum number of reports for one BIND */
 #define GPU_SHIFT        48 /* above the 57 - 16 bits of a unit's number */
 
 struct named {
@@ -127,7 +127,7 @@ void sg_readers_channel_advance(struct sg_channel *channel)
 	spin_unlock(&lock);
 }
 
-/* The number of entries written to the ring since its creation. */
+/* Returns the number of entries written to the ring since its creation. */
 static u64 filled(const struct sg_channel *channel)
 {
 	u32 put = READ_ONCE(channel->userd[SG_USERD_PUT]);
@@ -146,7 +146,7 @@ static void mark_rings(struct bind *bind)
 				bind->mark[bind->marks++] = (struct mark){ channel, filled(channel), 0 };
 }
 
-/* Does not wait for rings that have got no entries since. */
+/* Rings that got no entries during the BIND are not waited for. */
 static void mark_what_was_sent(struct bind *bind)
 {
 	u32 i;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
-/* report.c - faults, broken rules, and the counters that go with them. */
+/* report.c - records and counts faults and rule violations. */
 #include <linux/printk.h>
 
 #include "impl.h"

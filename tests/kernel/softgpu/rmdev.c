@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
 /*
  * rmdev.c - /dev/nvidiactl, /dev/nvidia0, ..., /proc/driver/nvidia/version: the part of the resource manager's own interface
- * that a program needs if it makes its own clients, devices and address spaces for UVM, as libvmem does.
+ * that a program needs if it creates its own clients, devices and address spaces for UVM, as libvmem does.
  *
  * Sources: kernel-open/common/inc/nv-ioctl.h and nv-ioctl-numbers.h, src/nvidia/arch/nvalloc/unix/include/nv_escape.h,
  * src/common/sdk/nvidia/inc/nvos.h with its folders class/ and ctrl/ (named at each number below).
@@ -269,7 +269,7 @@ static NV_STATUS object_add(struct file *file, struct rm_alloc *a, enum sg_objec
 	return NV_OK;
 }
 
-/* The GPU of the parent, which must be of this client. */
+/* Returns the GPU of the parent, which must belong to this client. */
 static struct softgpu *parent_gpu(struct file *file, const struct rm_alloc *a)
 {
 	struct sg_client *client = sg_client_find(a->root);

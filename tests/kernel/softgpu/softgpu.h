@@ -141,7 +141,7 @@ struct softgpu_scan {
 	__u64 out_512m;
 	__u64 out_sparse; /* sparse 64 KB entries */
 	__u64 out_bytes;  /* bytes mapped by valid entries */
-	__u64 out_tables; /* page tables and directories that cover a part of the range, the root included */
+	__u64 out_tables; /* page tables and directories that cover part of the range, the root included */
 };
 
 /*
@@ -158,7 +158,7 @@ struct softgpu_frame {
 	__u64 out_word;
 	__u32 out_allocated;
 	__u32 out_pinned;    /* pinned in the PMA: a contiguous allocation will not try to evict it */
-	__u32 out_mappings;  /* live PTEs of registered spaces, on any gpu, that map a part of it */
+	__u32 out_mappings;  /* live PTEs of registered spaces, on any gpu, that map part of it */
 	__u32 out_backed;    /* KB of guest memory behind it */
 };
 

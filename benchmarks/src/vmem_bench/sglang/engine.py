@@ -57,7 +57,7 @@ class _Engine:
         self.sglang = Engine(**plan["options"])
 
     def _device(self) -> int:
-        """Returns the bytes of device memory in use; 0 without a GPU."""
+        """Returns the number of bytes of device memory in use; 0 without a GPU."""
         import torch
 
         if not self.plan["gpu"]:

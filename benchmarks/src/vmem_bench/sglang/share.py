@@ -242,7 +242,7 @@ class Found:
         self.device: dict[str, int] = {}
 
     def used(self, fleet: Fleet) -> dict[str, int]:
-        """Returns the bytes of each elastic engine and of both together, by the ledger."""
+        """Returns the bytes used by each elastic engine and by both together, per the ledger."""
         booked = fleet.booked()
         used = {engine: booked[f"{engine}-elastic"].used for engine in ENGINES}
         return used | {"both": sum(used.values())}

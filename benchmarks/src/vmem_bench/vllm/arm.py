@@ -321,7 +321,7 @@ def _elastic(llm: Any) -> Any:
 
 
 def _state(llm: Any) -> dict[str, Any]:
-    """Returns the bytes that torch reserves in this process, and the transfers.
+    """Returns the number of bytes that torch reserves in this process, and the transfers.
 
     For an elastic engine, also returns the pool's state.
     """

@@ -447,7 +447,7 @@ class Fleet:
     # ---- memory as seen from this process --------------------------------------------------------
 
     def free(self) -> int | None:
-        """Returns the bytes that this process could allocate now; None without a GPU."""
+        """Returns the number of bytes that this process could allocate now; None without a GPU."""
         if self.command.backend == "host":
             return None
         import torch

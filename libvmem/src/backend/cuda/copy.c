@@ -261,7 +261,7 @@ static int transfer_directly(struct gpu *g, uint64_t dst, uint64_t src, uint64_t
   return err;
 }
 
-/* A part of the staging buffer and the copy in progress on it. */
+/* Part of the staging buffer and the copy in progress on it. */
 struct window {
   uint8_t *at, *to; /* to: where the CPU copies the window once the GPU has filled it, or NULL */
   uint64_t bytes;

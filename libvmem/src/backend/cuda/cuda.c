@@ -20,7 +20,7 @@ struct cuda {
   uint64_t granule;
   bool host_pages;
   bool read_only;
-  int host_node; /* NUMA node of host pages: the one next to devices[0] */
+  int host_node; /* NUMA node of host pages: the node closest to devices[0] */
 };
 
 static struct gpu_alloc_prop prop_for(const struct cuda *c, uint32_t location, uint32_t index) {

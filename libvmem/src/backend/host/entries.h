@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * entries.h - emulates the entries of 2 MiB that a GPU's driver would create, and its refusal to change part of one.
+ * entries.h - emulates the 2 MiB entries that a GPU's driver would create, and its refusal to change part of one.
  *
  * CPU mappings have no such entries, so a table records them. The caller locks it.
  */

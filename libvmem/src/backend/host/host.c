@@ -270,7 +270,7 @@ static const struct vm_backend host_counted;
 
 #define EMPTY (MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE)
 
-/* Maps a part of the file without letting children inherit it; NULL: anywhere. On MAP_FAILED, the range is either
+/* Maps part of the file without letting children inherit it; NULL: anywhere. On MAP_FAILED, the range is either
  * unchanged or empty, with the protection `empty`. */
 static void *share(struct host *h, void *addr, uint64_t bytes, int prot, uint64_t offset, int empty) {
   void *p;

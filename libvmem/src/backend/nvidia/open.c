@@ -9,8 +9,8 @@
 
 #include "base/error.h"
 
-/* libcuda says only "no device" if a card's node is missing or this user may not open it. A container
- * that was given one card sees only that card's node, so one usable node is enough. */
+/* If a card's device node is missing, or this user lacks permission to open it, libcuda just reports "no device". A
+ * container that has been given a single card sees only that card's node, so one usable node is enough. */
 static int explain_no_device(struct rm *rm, int err) {
   struct nv_card_info cards[NV_MAX_CARDS];
   char node[32] = "", missing[32] = "";
