@@ -204,7 +204,7 @@ static inline uint64_t vm_alias_addr(const struct vm_ctx *c, const struct vm_sla
 
 /* Zeroing of dirty free units in the background, one batch at a time. */
 struct vm_clean {
-  bool background; /* immutable: freed pages are dirty with this back end, and the worker zeroes them */
+  bool background; /* immutable; true if freed pages are dirty, so that the worker zeroes them */
   bool wanted;     /* there may be dirty free units: cleared when none is found, or zeroing has failed */
   bool issuing;    /* the fill is being started, without the lock */
   bool retiring;   /* a thread waits for it, without the lock */
