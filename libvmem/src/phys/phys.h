@@ -95,7 +95,7 @@ void vm_units_claim(struct vm_slab *s, uint32_t unit, uint32_t n);
  * clean what has been written since. clean: they are not dirty any more. */
 void vm_units_end_claim(struct vm_slab *s, uint32_t unit, uint32_t n, bool zeroed, bool clean);
 void vm_units_set_zeroing(struct vm_slab *s, uint32_t unit, uint32_t n);
-/* The clean batch has ended; unless it failed, units that nobody has claimed since are clean. */
+/* A batch that zeroed these units has ended; unless it failed, units that nobody has claimed since are clean. */
 void vm_units_end_zeroing(struct vm_slab *s, uint32_t unit, uint32_t n, bool failed);
 void vm_units_set_filling(struct vm_slab *s, uint32_t unit, uint32_t n, bool filling);
 void vm_unit_quarantine(struct vm_ctx *c, struct vm_slab *s, uint32_t unit);
