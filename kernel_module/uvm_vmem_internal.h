@@ -177,8 +177,8 @@ struct uvm_vmem_slot_struct
     // has a range for it.
     bool has_entry;
 
-    // For each GPU of the reservation the table of PTEs (entry_count is 0 if not allocated); then, with has_entry, for
-    // each GPU the slot's own entry in the parent table.
+    // Holds the table of PTEs of each GPU of the reservation (entry_count is 0 if it is not allocated), followed, if
+    // has_entry, by the slot's own entry in the parent table of each GPU.
     uvm_page_table_range_t tables[];
 };
 

@@ -60,7 +60,7 @@ static void row_dealloc(PyObject *self) {
   Py_DECREF(type);
 }
 
-/* Reads an attribute that is an int or a bool; 0 on an error. */
+/* Reads an attribute that is an int or a bool. Returns 0 if that fails. */
 static uint64_t number(PyObject *owner, const char *name) {
   PyObject *found = PyObject_GetAttrString(owner, name);
   uint64_t value = found ? PyLong_AsUnsignedLongLong(found) : 0;

@@ -27,7 +27,7 @@ IMAGE_TOOLS = {"/usr/bin/genext2fs": "genext2fs"}
 
 
 def system_mode() -> str | None:
-    """Returns the mmdebstrap mode that can become root on this machine, or None."""
+    """Returns the mmdebstrap mode with which this user can act as root, or None."""
     if run("id", "-u").strip() == "0":
         return "root"
     # Test whether an ordinary user can become root in a user namespace.

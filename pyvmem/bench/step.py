@@ -27,7 +27,7 @@ _ROW = _HEADS * _HEAD_DIM * _ITEM
 
 
 def run(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """Measures the steps with zeroing (the default) and without, and as many single maps."""
+    """Measures steps with and without zeroing (default: with), and mapping pages one by one."""
     for zero_fill in (True, False):
         left = Deadline(deadline.left / (2 if zero_fill else 1))
         with setting.open(pool_high=_KEEP_ALL) as context:

@@ -68,7 +68,7 @@ class Share(Protocol):
         """Returns the reclaimers of the other caches."""
 
     def returning(self) -> int:
-        """Returns the bytes above their floors that the other caches are unmapping."""
+        """Returns how many bytes above their floors the other caches are unmapping."""
 
     def finish_idle(self) -> None:
         """Waits for in-flight growths of the other caches that no request is waiting for."""

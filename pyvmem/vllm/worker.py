@@ -175,7 +175,7 @@ class ElasticWorker:
         return memory
 
     def compile_or_warm_up_model(self) -> Any:
-        """Warms the model up, with the blocks it uses backed, and starts serving the scheduler.
+        """Backs the blocks that the warm-up uses, warms up, and starts serving the scheduler.
 
         Overrides `Worker.compile_or_warm_up_model`.
         """

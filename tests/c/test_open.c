@@ -278,7 +278,7 @@ static void a_range_that_is_gone_shows_no_mappings(void) {
   EQ(vMemUnmap(vm, va, PAGE), -ENXIO);
   EQ(vmem_fill(vm, va, PAGE, 1), -ENXIO);
   EQ(vMemFree(vm, va, 0), -EIO);
-  /* The handle has only the other mapping left, so it can be released. */
+  /* The mapping in the lost range no longer counts: one is left, so releasing the handle is unambiguous. */
   OK(vMemRelease(vm, h));
   keeps_addresses = false;
   OK(vMemFree(vm, va, 0));

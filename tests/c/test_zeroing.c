@@ -124,7 +124,7 @@ static void twice_in_one_batch(void) {
   OK(vmem_close(vm));
 }
 
-/* Pages are zeroed before they are mapped, read-only ones too; whatever fails, no old contents are visible. */
+/* Pages are zeroed before they are mapped, even read-only. No old contents are visible, whichever call fails. */
 static void read_only(void) {
   int err = -EIO;
   uint64_t nth = 0;

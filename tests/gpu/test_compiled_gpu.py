@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: compiled models over caches on a GPU, with inductor and with its CUDA graphs.
+"""Description: compiled models that use caches on a GPU, with inductor and with its CUDA graphs.
 
-The cases are those of tests/python/compiled_cases.py, which use a GPU if there is one. Needs a
+Runs the cases of tests/python/compiled_cases.py, which use a GPU if there is one. Needs a
 CUDA device, torch with Triton, transformers, and a back end (cuda, stock) that passes its probe.
 """
 

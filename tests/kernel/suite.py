@@ -48,8 +48,7 @@ from record import add_to_record, add_to_runs, entry_of, run_of  # noqa: E402
 __all__ = ["main"]
 
 SKIPPED = 77
-# Time for the runner itself, in addition to the test's, on a machine that is also busy with other
-# work; and for a first boot that hangs.
+# Seconds added to a test's limit: for the runner on a busy machine, and for one boot that hangs.
 MARGIN = 60.0 + UP_TIME
 # Multiplies the time limit of every test, for slower or busier machines.
 PATIENCE = float(os.environ.get("VMEM_TEST_PATIENCE", "2"))

@@ -707,7 +707,7 @@ def run_at(scenario: Scenario, at: tuple[int, ...], alarm: Alarm, backend: str =
 
 
 def measure(scenario: Scenario, alarm: Alarm, backend: str = "host") -> int:
-    """Counts the points of the scenario's call. The uninterrupted run is checked, too."""
+    """Counts the points at which a scenario's call can be interrupted; checks that run too."""
     for _ in range(2):  # the first run loads modules and fills caches
         outcome = run_at(scenario, (), alarm, backend)
         assert not outcome.broken, f"without an interruption: {outcome.broken}"

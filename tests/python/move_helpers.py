@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Builds caches whose pages move under their requests, for the tests of promotion and tiers."""
+"""Builds caches in which pages of running requests move, to test promotion and tiers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the pages behind vLLM's blocks: geometry, and the records of growth and release."""
+"""Description: the pages behind vLLM's blocks: geometry; how growth and release are recorded."""
 
 from __future__ import annotations
 

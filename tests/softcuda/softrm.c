@@ -567,7 +567,7 @@ static void be_version(void) {
   }
 }
 
-/* Called when a program starts to use the driver, whose version may have changed. */
+/* Called when a program starts to use the driver: reads the version to imitate from the environment. */
 static void set_up(void) {
   static char text[64];
   const char *told = getenv("SOFTRM_VERSION"), *how = getenv("SOFTRM_LIE");

@@ -83,7 +83,7 @@ LOOPS: dict[str, tuple[list[Call], list[Call]]] = {
             on_workers("wake_up", tags=["kv_cache"]),
         ],
     ),
-    # verl with a model that is not trained (a reward model) on the trainer's GPUs.
+    # verl with a frozen model, such as a reward model, on the trainer's GPUs.
     "verl-colocated": (
         [lambda llm: llm.sleep(level=1)],
         [lambda llm: llm.wake_up(tags=["kv_cache", "weights"]), reset],

@@ -141,15 +141,15 @@ class Decoder:
     Args:
         sizes: sizes of the whole model.
         device: device of the weights.
-        seed: random seed of the weights.
-        longest: maximum tokens of a request.
+        seed: random seed for the weights.
+        longest: maximum number of tokens per request.
         shard: this rank's part.
 
     Attributes:
         sizes: sizes of this rank's part.
 
     Raises:
-        ValueError: as `Sizes.on_ranks`.
+        ValueError: see `Sizes.on_ranks`.
     """
 
     def __init__(

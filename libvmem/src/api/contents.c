@@ -2,7 +2,7 @@
 /* Contents: reading, writing, copying, filling. */
 #include "api/api.h"
 
-/* Checks that a range is mapped (and writable) and registers the access; the range cannot be unmapped until it ends. */
+/* Checks that a range is mapped (and writable) and registers the access, which keeps the range from being unmapped. */
 static int begin(struct vm_ctx *c, struct vm_access *a, uint64_t addr, uint64_t bytes, bool write) {
   uint64_t first = addr & ~(c->granule - 1), last;
   struct vm_space *s;

@@ -54,7 +54,7 @@ struct groups {
 struct vm_available {
   const char *root;
   int meminfo, own; /* own: /proc/self/cgroup; -1: no such file */
-  char *group;      /* the line of `own` that `groups` belongs to; "": none */
+  char *group;      /* the line of `own` from which `groups` was built; "": none */
   struct groups *groups;
 };
 

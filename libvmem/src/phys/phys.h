@@ -95,7 +95,7 @@ void vm_units_claim(struct vm_slab *s, uint32_t unit, uint32_t n);
  * may have been written since. clean: the units are no longer dirty. */
 void vm_units_end_claim(struct vm_slab *s, uint32_t unit, uint32_t n, bool zeroed, bool clean);
 void vm_units_set_zeroing(struct vm_slab *s, uint32_t unit, uint32_t n);
-/* The clean batch has ended; unless it failed, units that nobody has claimed since are clean. */
+/* A batch that zeroed these units has ended; unless it failed, units that nobody has claimed since are clean. */
 void vm_units_end_zeroing(struct vm_slab *s, uint32_t unit, uint32_t n, bool failed);
 void vm_units_set_filling(struct vm_slab *s, uint32_t unit, uint32_t n, bool filling);
 void vm_unit_quarantine(struct vm_ctx *c, struct vm_slab *s, uint32_t unit);
@@ -205,7 +205,7 @@ static inline uint64_t vm_alias_addr(const struct vm_ctx *c, const struct vm_sla
 
 /* Zeroing of dirty free units in the background, one batch at a time. */
 struct vm_clean {
-  bool background; /* immutable: freed pages are dirty with this back end, and the worker zeroes them */
+  bool background; /* immutable; true if freed pages are dirty, so that the worker zeroes them */
   bool wanted;     /* there may be dirty free units: cleared when none is found, or zeroing has failed */
   bool issuing;    /* the fill is being started, without the lock */
   bool retiring;   /* a thread waits for the batch, without the lock */

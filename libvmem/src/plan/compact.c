@@ -124,7 +124,7 @@ static void survey_free(struct survey *v) {
   free(v->held.v);
 }
 
-/* Returns the references to a slab; *n: their number. */
+/* Returns the references to a slab and stores their number in *n. */
 static const struct reference *references_to(const struct vm_list *l, uint32_t slab, size_t *n) {
   const struct reference *e = l->v;
   size_t lo = 0, hi = l->n;

@@ -108,7 +108,7 @@ static void round_trip(struct large *l, uint64_t page_size, unsigned units_check
   all_there(l, true, page_size, 11, 1);
 }
 
-/* 32 PTEs per slot: 260 bytes of the push, and the methods that copy them. */
+/* Each slot takes 32 PTEs: 260 bytes of a push, plus the methods that copy them. */
 static void tables_of_small_ptes(void) {
   struct large l;
   OK(furnish(&l, 32, 21, 0));

@@ -267,7 +267,7 @@ static void read_only(void) {
   softgpu_client_close(&C);
 }
 
-// The nth call fails, by number and by name; failures are counted, and they stop.
+// Injection makes the nth call fail, selected by number or by name, counts the failures, and then stops.
 static void injection(void) {
   struct softgpu_alloc memory;
   struct softgpu_injected injected;

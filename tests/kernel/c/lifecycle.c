@@ -484,7 +484,7 @@ static void indices_come_round(void) {
   world_close(&w);
 }
 
-/* After 2^INDEX_BITS objects an index is used again: the old handle with it does not name the new object. */
+/* After 2^INDEX_BITS objects, indices are reused: an old handle must not refer to the new object. */
 static void handles_come_round(void) {
   struct world w;
   uint32_t keeps_the_chunk, first, handle = 0;

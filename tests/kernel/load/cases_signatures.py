@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A kernel that accepts signed modules only. This cannot be switched off again, so it runs last."""
+"""The kernel is told to accept only signed modules, which is irreversible: these tests run last."""
 
 from __future__ import annotations
 

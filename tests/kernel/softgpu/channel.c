@@ -184,7 +184,7 @@ NV_STATUS nvUvmInterfaceGetChannelResourcePtes(uvmGpuAddressSpaceHandle space, N
 	return NV_ERR_NOT_SUPPORTED;
 }
 
-/* ---- paging channels of virtual GPUs: there are none ------------------------------------------------------ */
+/* ---- paging channels, which only virtual GPUs use: not implemented ---------------------------------------- */
 
 NV_STATUS nvUvmInterfacePagingChannelAllocate(uvmGpuDeviceHandle device, const UvmGpuPagingChannelAllocParams *parameters,
 					      UvmGpuPagingChannelHandle *out, UvmGpuPagingChannelInfo *info)

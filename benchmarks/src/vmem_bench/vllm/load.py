@@ -127,7 +127,7 @@ def _load_rows(part: Part, row: str, arm: str, found: list[Heard], base: list[He
 
 
 def _rest(fleet: Fleet, end: dict[str, Any]) -> None:
-    """Measures how long freeing memory takes after the last request, and how much stays."""
+    """Measures how long freeing memory takes after the last request, and how much stays mapped."""
     end["loaded"] = fleet.free()
     end["busy"] = fleet.order("elastic", state=True)
     fleet.rest(1.5 if fleet.command.quick else 3)

@@ -154,9 +154,9 @@ def later(found: Sequence[Arrival], seconds: float) -> list[Arrival]:
 def in_turns(
     found: Sequence[Arrival], engines: int, rate: float, seconds: float, period: float
 ) -> list[list[Arrival]]:
-    """Returns `seconds` of requests per engine; the engines have their bursts in turn.
+    """Returns `seconds` of requests per engine; the engines have bursts one after another.
 
-    A burst takes one `engines`-th of each `period`. During it, requests arrive at `rate` per
+    A burst lasts `period` / `engines` seconds. During it, requests arrive at `rate` per
     second, spaced as in the trace; between bursts they arrive at a tenth of that rate. Each engine
     gets a different part of the trace.
     """

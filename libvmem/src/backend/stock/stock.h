@@ -27,7 +27,8 @@ int ext_free(const struct nvidia *s, uint64_t addr, uint64_t bytes);
 int ext_map(const struct nvidia *s, uint64_t addr, uint64_t bytes, uint32_t memory, uint64_t offset,
             uint32_t mapping_type);
 int ext_unmap(const struct nvidia *s, uint64_t addr, uint64_t bytes);
-/* Makes reads return zeros and discards writes. Multiples of 64 KiB. Replaces what overlaps. */
+/* Makes reads of a range return zeros and discards writes to it; replaces the mappings there. Both arguments must be
+ * multiples of 64 KiB. */
 int ext_sparse(const struct nvidia *s, uint64_t addr, uint64_t bytes);
 
 /* ---- trial.c: tries a driver of an unknown branch in a child process ---- */
