@@ -62,7 +62,7 @@ def run(program: str, *python: str, **environment: str) -> subprocess.CompletedP
 
 def _execute(program: str, output: str, errors: str) -> None:
     for target, path in ((1, output), (2, errors)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), target)
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), target)
     exec(compile(START + program, "<string>", "exec"), {"__name__": "__main__"})
 
 
@@ -78,7 +78,9 @@ class Fork:
         child = FORKED.Process(target=_execute, args=arguments)
         child.start()
         child.join(200)
-        assert child.exitcode is not None, "still running after 200 s"
+        if child.exitcode is None:
+            child.kill()
+            pytest.fail("still running after 200 s")
         texts = [path.read_text("utf-8") for path in (self.output, self.errors)]
         return subprocess.CompletedProcess(program, child.exitcode, *texts)
 
