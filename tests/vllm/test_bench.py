@@ -65,9 +65,10 @@ def test_the_first_token_after_a_rest(bench: Any) -> None:
 
 
 @pytest.mark.long
-def test_prompts_from_host_memory(bench: Any) -> None:
+@pytest.mark.parametrize("connector", ["native", "tiering"])
+def test_prompts_from_host_memory(bench: Any, connector: str) -> None:
     """Measures the elastic engine only: vLLM's own offloading needs a GPU."""
-    rows, part = bench("offload")
+    rows, part = bench("offload", "--connector", connector)
     for how in ("computed", "loaded"):
         assert [rows[f"{how}/{size}/elastic"]["n"] for size in (128, 256)] == [2, 2]
     for how in ("stored", "loaded"):

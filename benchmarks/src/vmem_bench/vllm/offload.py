@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: MIT
 """The part ``offload`` of `vmem bench vllm`: prompts whose keys and values are in host memory.
 
-A stock and an elastic engine, both with vLLM's offloading, take turns in alternating order. A
-prompt is computed and stored; then the engine drops its prefixes, idles, and gets the prompt again.
-An idle elastic engine frees its memory, so its second answer waits for pages as well as for the
-copy. Bytes per second count only the copies, as each engine reports them to vLLM. Both engines get
-the same prompts, and their answers must be identical, separately for computed and for loaded
-prompts. (With bfloat16, any engine may answer a prompt differently when it is loaded, since its
-last tokens are then computed in a smaller batch.)
+A stock and an elastic engine take turns in alternating order. Both have vLLM's offloading or, with
+``--connector``, its tiering (with a folder as the tier below host memory) or LMCache. A prompt is
+computed and stored; then the engine drops its prefixes, idles, and gets the prompt again. An idle
+elastic engine frees its memory, so its second answer waits for pages as well as for the copy. Bytes
+per second count only the copies, as each engine reports them to vLLM, which LMCache does not. Both
+engines get the same prompts, and their answers must be identical, separately for computed and for
+loaded prompts. (With bfloat16, any engine may answer a prompt differently when it is loaded, since
+its last tokens are then computed in a smaller batch.)
 
 Then requests decode while no other prompts arrive, while prompts arrive that are loaded from host
 memory, and while prompts arrive that are computed.
@@ -19,6 +20,7 @@ import itertools
 import statistics
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 from pyvmem.bench.record import Part
 from pyvmem.bench.timing import percentile
@@ -44,13 +46,36 @@ def measure(command: Command, part: Part) -> None:
     """Runs the part."""
     memory = kv_memory(command, 10 * GIB)
     longest = 0 if command.quick else max(_PREFIXES) + 16
-    options = offloading(command.args.offload or (64 * MIB if command.quick else 24 * GIB))
-    plans = {"stock": Plan(False, memory, options), "elastic": Plan(True, memory, options)}
-    if command.backend == "host":
-        part.not_run("*/stock", "vLLM's own offloading needs a GPU")
-        del plans["stock"]
+    host = command.args.offload or (64 * MIB if command.quick else 24 * GIB)
     with open_fleet(command, longest=longest) as fleet:
+        plans = {name: _plan(command, fleet, name, memory, host) for name in ("stock", "elastic")}
+        if command.backend == "host":
+            part.not_run("*/stock", "vLLM's own offloading needs a GPU")
+            del plans["stock"]
         _compare(command, part, fleet, plans)
+
+
+def _plan(command: Command, fleet: Fleet, name: str, memory: int, host: int) -> Plan:
+    """Returns the plan of an engine with `host` bytes of host memory for prefixes."""
+    elastic, connector = name == "elastic", command.args.connector
+    if connector == "native":
+        return Plan(elastic, memory, offloading(host))
+    if connector == "tiering":
+        extra = {
+            "cpu_bytes_to_use": host,
+            "spec_name": "TieringOffloadingSpec",
+            "secondary_tiers": [{"type": "fs", "root_dir": str(fleet.folder / f"tier-{name}")}],
+        }
+        return Plan(elastic, memory, _transfer("OffloadingConnector", extra))
+    env = {"LMCACHE_MAX_LOCAL_CPU_SIZE": str(host / GIB), "LMCACHE_TRACK_USAGE": "false"}
+    if elastic:
+        env["VMEM_VISIBLE"] = "1"
+    return Plan(elastic, memory, _transfer("LMCacheConnectorV1", {}), env)
+
+
+def _transfer(connector: str, extra: Mapping[str, Any]) -> dict[str, Any]:
+    config = {"kv_connector": connector, "kv_role": "kv_both"}
+    return {"kv_transfer_config": {**config, "kv_connector_extra_config": dict(extra)}}
 
 
 def _compare(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan]) -> None:
