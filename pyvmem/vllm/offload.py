@@ -71,7 +71,7 @@ def reasons_against(config: Any) -> Iterator[str]:
     if name is None:
         return
     if name != "OffloadingConnector" or transfer.kv_connector_module_path:
-        yield from _others(name, transfer)
+        yield from _others(name, config)
         return
     extra = transfer.kv_connector_extra_config
     if transfer.kv_role != "kv_both":
@@ -89,8 +89,9 @@ def reasons_against(config: Any) -> Iterator[str]:
     yield from _sizes(extra.get("cpu_bytes_to_use"))
 
 
-def _others(name: str, transfer: Any) -> Iterator[str]:
+def _others(name: str, config: Any) -> Iterator[str]:
     """Yields the reasons against a connector other than vLLM's OffloadingConnector."""
+    transfer = config.kv_transfer_config
     own = transfer.kv_connector_module_path
     known = name in _COPY_IN_STEP and not own
     vouched = transfer.kv_connector_extra_config.get(_IN_STEP, False)
@@ -106,10 +107,23 @@ def _others(name: str, transfer: Any) -> Iterator[str]:
             "set VMEM_VISIBLE=1 or VMEM_BACKEND=cuda)"
         )
     elif known:
-        yield from _lmcache()
+        yield from _lmcache(config)
 
 
-def _lmcache() -> Iterator[str]:
+def _lmcache(config: Any) -> Iterator[str]:
+    """Yields the reasons against LMCache with this version or configuration.
+
+    Model runner V2 (`ActiveKVConnector.pre_forward` in vLLM 0.33) starts loads outside the forward
+    context before it replays a full CUDA graph, and LMCache (`start_load_kv`) loads nothing without
+    the context's attention metadata. The step then reads blocks that were never written.
+    """
+    graphs = config.compilation_config.cudagraph_mode
+    if getattr(config, "use_v2_model_runner", False) and graphs and graphs.has_full_cudagraphs():
+        yield (
+            "kv_connector=LMCacheConnectorV1 (with model runner V2 and full CUDA graphs it skips "
+            "loads, and requests read blocks that were never loaded, in stock vLLM too; set "
+            "VLLM_USE_V2_MODEL_RUNNER=0)"
+        )
     try:
         found = metadata.version("lmcache")
     except metadata.PackageNotFoundError:

@@ -34,6 +34,7 @@ from pyvmem.vllm.offload_holds import Holds
 def config(connector: str | None = "OffloadingConnector", **changes: Any) -> Any:
     extra = {"cpu_bytes_to_use": 1 << 20, **changes.pop("extra", {})}
     return SimpleNamespace(
+        compilation_config=SimpleNamespace(cudagraph_mode=None),
         kv_transfer_config=SimpleNamespace(
             **{
                 "kv_connector": connector,
@@ -42,7 +43,7 @@ def config(connector: str | None = "OffloadingConnector", **changes: Any) -> Any
                 "kv_connector_extra_config": extra,
                 **changes,
             }
-        )
+        ),
     )
 
 
@@ -190,6 +191,20 @@ def test_connectors_that_copy_within_a_step(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("VMEM_VISIBLE", "yes")
     with pytest.raises(ValueError, match="VMEM_VISIBLE='yes': expected 1 or 0"):
         list(reasons_against(lmcache))
+
+
+def test_lmcache_would_skip_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Model runner V2 replays a full CUDA graph outside the forward context."""
+    monkeypatch.setenv("VMEM_VISIBLE", "1")
+    monkeypatch.setattr(offload.metadata, "version", lambda _: "0.5.6")
+    for v2, full, refused in ((True, True, 1), (True, False, 0), (False, True, 0)):
+        made = config("LMCacheConnectorV1")
+        made.use_v2_model_runner = v2
+        graphs = SimpleNamespace(has_full_cudagraphs=lambda full=full: full)
+        made.compilation_config.cudagraph_mode = graphs
+        found = list(reasons_against(made))
+        assert len(found) == refused
+        assert all("VLLM_USE_V2_MODEL_RUNNER=0" in one for one in found)
 
 
 # ---- copies --------------------------------------------------------------------------------------

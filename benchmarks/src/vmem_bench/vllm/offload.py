@@ -67,7 +67,11 @@ def _plan(command: Command, fleet: Fleet, name: str, memory: int, host: int) -> 
             "secondary_tiers": [{"type": "fs", "root_dir": str(fleet.folder / f"tier-{name}")}],
         }
         return Plan(elastic, memory, _transfer("OffloadingConnector", extra))
-    env = {"LMCACHE_MAX_LOCAL_CPU_SIZE": str(host / GIB), "LMCACHE_TRACK_USAGE": "false"}
+    env = {
+        "LMCACHE_MAX_LOCAL_CPU_SIZE": str(host / GIB),
+        "LMCACHE_TRACK_USAGE": "false",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # with V2, LMCache 0.5.6 skips loads
+    }
     if elastic:
         env["VMEM_VISIBLE"] = "1"
     return Plan(elastic, memory, _transfer("LMCacheConnectorV1", {}), env)
