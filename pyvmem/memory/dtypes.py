@@ -22,9 +22,9 @@ class DType:
 
     Attributes:
         name: the type's name in torch and numpy.
-        itemsize: bytes of one element.
+        itemsize: bytes per element.
         code: DLPack's type code.
-        typestr: numpy's array-interface string; None if numpy lacks the type.
+        typestr: type string of numpy's array interface; None if numpy lacks the type.
     """
 
     name: str
