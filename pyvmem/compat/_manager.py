@@ -23,10 +23,10 @@ __all__ = ["Manager", "OutOfKVBlocks", "close_retired"]
 
 
 class OutOfKVBlocks(OutOfMemory, RuntimeError):
-    """A step needs more pages than the cache has. A RuntimeError, too, as in the artifact."""
+    """A step needs more pages than the cache has. It is also a RuntimeError, as in the artifact."""
 
 
-# Caches that have ended and hold no memory. The program's tensors still use their addresses.
+# Caches that have ended and hold no memory, but whose addresses the program's tensors still use.
 _retired: list[KVCache] = []
 
 
@@ -45,7 +45,7 @@ atexit.register(close_retired)
 
 
 class Manager:
-    """A cache that lets its caller choose ids and that creates its tensors before it has memory.
+    """A cache whose caller may choose ids, and whose tensors exist before it has memory.
 
     Attributes:
         cache: the cache; it has its own context.
@@ -69,7 +69,7 @@ class Manager:
         try:
             self.cache = KVCache(config, context)
             self.cache.memory.set_limit(0)
-            context.remains.unclaimed = True  # still
+            context.remains.unclaimed = True  # no caller has used the cache yet
             self.megacache = bool(megacache)
             self.lengths = [0] * config.max_batch
             self.common: CommonPages | None = None
@@ -230,7 +230,7 @@ class Manager:
         )
 
     def reclaim(self, keep_next: bool) -> None:
-        """Unmaps idle pages in the background, except those of the next slot if `keep_next`."""
+        """Unmaps idle pages in the background; if `keep_next`, keeps those of the next slot."""
         keep: list[int] = []
         if keep_next:
             free = [slot for slot in self.cache.snapshot() if slot.state == "cached"]

@@ -58,7 +58,10 @@ class Announced(Closable):
         return f"<Announced {self.name!r}{', closed' * self._left}>"
 
     def report(self) -> bool:
-        """Writes the numbers, applies a new limit; False once the cache is closed or gone."""
+        """Writes the numbers and applies a new limit.
+
+        Returns false once the cache is closed or gone.
+        """
         return self._tend(now=True)
 
     def _tend(self, *, now: bool) -> bool:
@@ -114,8 +117,10 @@ def _follow(what: KVCache | Budget, limit: int) -> bool:
 
 
 def _lower(set_limit: Callable[[int], None], wanted: int) -> bool:
-    """Sets a limit, or the lowest that is possible now; returns True if it is the requested
-    limit."""
+    """Sets the wanted limit, or else the lowest limit that is possible now.
+
+    Returns True if the wanted limit is set.
+    """
     try:
         set_limit(wanted)
         return True
