@@ -47,7 +47,7 @@ def backend_names() -> tuple[str, ...]:
 
 
 def _name(backend: str) -> bytes:
-    """Encodes a back end's name as a C string, which must not contain a NUL byte."""
+    """Encodes a back end's name for a C string; escapes NUL bytes, which would end the string."""
     return backend.replace("\0", r"\0").encode(errors="backslashreplace")
 
 

@@ -90,7 +90,7 @@ class Manager:
         return [view(layer) for view in (cache.k, cache.v) for layer in range(layers)]
 
     def reserve(self, nbytes: int) -> int:
-        """Raises the cache's limit to `nbytes` bytes; returns its number of pages."""
+        """Raises the cache's limit to `nbytes` bytes; returns the cache's number of pages."""
         page, layers = self.cache.layout.page_size, self.cache.config.num_layers
         least = 2 * layers * page
         if nbytes < least:
@@ -118,7 +118,7 @@ class Manager:
             self.cache.memory.for_request(None, length)  # raises if the length is out of range
             if not common.idle:
                 for index in range(len(self.lengths)):
-                    if not self.cache.slots.is_taken(index):  # freed by an earlier call that failed
+                    if not self.cache.slots.is_taken(index):  # an earlier call freed it, but failed
                         common.renew(index)
             reqid = min(common.idle, default=None)
         if reqid is None:
@@ -165,7 +165,7 @@ class Manager:
             raise self._short([tokens]) from None
 
     def _needed(self, lengths: Sequence[int]) -> int:
-        """Returns the number of KV blocks for these lengths; common blocks count once."""
+        """Returns the number of KV blocks that these lengths need; common blocks count once."""
         common = 0 if self.common is None else self.common.pages
         own = (self.cache.layout.pages_for(length) - common for length in lengths)
         return common + sum(max(0, pages) for pages in own)

@@ -32,8 +32,8 @@ __all__ = ["Backing", "Growth", "Quota", "Release", "Workers"]
 
 _NONE, _MAPPED, _MAPPING, _UNMAPPING = range(4)  # states of a page
 _UNBACKED, _GROWING, _BACKED = range(3)  # states of a block
-_POLL = 0.05  # s between attempts to reserve the null block's memory
-_AGAIN = 1.0  # s; an idle engine that is asked again within this time frees twice as much
+_POLL = 0.05  # seconds between attempts to reserve the null block's memory
+_AGAIN = 1.0  # seconds within which an idle engine that is asked again frees twice as much
 
 
 class Quota(Protocol):
@@ -106,8 +106,8 @@ class Counters:
     """Totals since the engine's start.
 
     Attributes:
-        grown_blocks, grown_bytes, growths: blocks backed, bytes mapped, growths done.
-        retired_blocks, retired_bytes, releases: blocks retired, bytes unmapped, releases sent.
+        grown_blocks, grown_bytes, growths: blocks backed, bytes mapped, and growths completed.
+        retired_blocks, retired_bytes, releases: blocks retired, bytes unmapped, and releases sent.
         refusals: growths that the quota reduced or denied.
         failures: growths and releases that failed in the driver.
         last_failure: message of the last failure.

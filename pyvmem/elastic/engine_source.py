@@ -27,7 +27,7 @@ class Symbol:
     """A function, class, method or attribute of an engine.
 
     Attributes:
-        module: relative to the engine's package.
+        module: name of the module, relative to the engine's package.
         name: ``function``, ``Class`` or ``Class.member``.
         use: replaced, overridden, called or read.
         why: the reason for the use, in a few words.

@@ -125,7 +125,10 @@ class Geometry:
         return self.classes[self._sharing].block_bytes, self.page_size
 
     def touching(self, group: int) -> range:
-        """Returns the blocks that touch a group's page. If all are idle, it can be unmapped."""
+        """Returns the blocks that touch a group's page.
+
+        If all of them are idle, the page can be unmapped.
+        """
         size, page = self.group_unit
         return range(group * page // size, min(-(-(group + 1) * page // size), self.num_blocks))
 

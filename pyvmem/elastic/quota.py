@@ -111,7 +111,7 @@ class LocalQuota:
         return 0, 0
 
     def report(self, **values: int) -> None:
-        """Does nothing: `vmem top` shows only ledgers."""
+        """Does nothing: `vmem top` shows only engines with a ledger."""
 
     def close(self) -> None:
         """Does nothing."""
@@ -129,7 +129,7 @@ class Signals:
         self._heard = count()
 
     def arrived(self, lacks: bool) -> bool:
-        """Returns true if an engine asked for memory, or freed some while this one `lacks` it."""
+        """Returns true if another engine asked for memory, or freed some that this one `lacks`."""
         return self._differ(self._count(), lacks)
 
     def take(self, lacks: bool) -> bool:
@@ -176,7 +176,10 @@ class LedgerQuota:
         return min(account.room(free) // ranks for account, ranks in self._accounts)
 
     def take(self, nbytes: int, handles: int = 0) -> bool:
-        """Reserves `nbytes` more bytes per rank on all devices, or on none and returns false."""
+        """Reserves `nbytes` more bytes per rank on all devices.
+
+        Returns false, and reserves nothing, if a device's account denies them.
+        """
         free = self._free()
         taken: list[tuple[DeviceAccount, int]] = []
         for account, ranks in self._accounts:

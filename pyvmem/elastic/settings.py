@@ -110,7 +110,9 @@ class Settings:
 
     @classmethod
     def asks_visible(cls, env: Mapping[str, str] = os.environ) -> bool:
-        """Returns true if CUDA's own copies must accept the addresses, or always do (``cuda``).
+        """Returns true if CUDA's own copies will accept the KV cache's addresses.
+
+        They do so if VMEM_VISIBLE is 1, and always on the ``cuda`` back end.
 
         Raises:
             ValueError: VMEM_VISIBLE is neither 1 nor 0.

@@ -675,7 +675,7 @@ class RequestCache(Closable):
     # ---- numbers ---------------------------------------------------------------------------------
 
     def _wanted(self, lengths: Mapping[Request, int]) -> dict[int, int]:
-        """Checks `lengths`; returns the tokens per slot."""
+        """Checks `lengths`; returns the number of tokens of each slot."""
         slots, numbers = self._slots(lengths), list(map(operator.index, lengths.values()))
         longest = self.max_seq_len
         held = [request.length for request in lengths]
@@ -725,7 +725,7 @@ class RequestCache(Closable):
     def _alone(self, what: str) -> None:
         """Raises NotSupported if all ranks must get the same results.
 
-        For calls whose result depends on timing.
+        Called by methods whose result depends on timing.
         """
         if self.cache.lockstep:
             raise NotSupported(

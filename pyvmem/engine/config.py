@@ -42,7 +42,7 @@ from pyvmem.plumbing.validation import bounded, expect, invalid, real
 
 __all__ = ["Model", "Policy", "advised", "make_cache"]
 
-_WORKLOAD = 200  # number of synthetic requests for comparing layouts; takes 15 ms
+_WORKLOAD = 200  # number of synthetic requests for comparing layouts, which takes 15 ms
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ class Prefix(Scoped):
 
     Returned by `RequestCache.match` and passed to `RequestCache.admit`, which ends the lease if it
     succeeds and keeps it otherwise. The lease of a waiting request holds memory: release it if the
-    request will wait long. Usable as a context manager, which releases it.
+    request will wait long. Leaving a ``with`` block releases it.
 
     Attributes:
         tokens: the whole prompt.

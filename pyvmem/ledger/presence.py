@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class Announced(Closable):
-    """The entry of a cache or budget in the ledger. Usable as a context manager, which removes it.
+    """The entry of a cache or budget in the ledger. Leaving a ``with`` block removes it.
 
     Attributes:
         name: the name shown by `vmem top`.
@@ -125,7 +125,7 @@ def _lower(set_limit: Callable[[int], None], wanted: int) -> bool:
         set_limit(wanted)
         return True
     except InvalidArgument as error:
-        with contextlib.suppress(InvalidArgument):  # the cache grew in between
+        with contextlib.suppress(InvalidArgument):  # the cache may have grown in the meantime
             set_limit(error.limit)
         return False
 

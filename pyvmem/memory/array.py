@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["VirtualArray", "torch_tensor"]
 
-# DLDeviceType (dlpack.h)
+# Values of DLDeviceType (dlpack.h).
 _CPU, _CUDA = 1, 2
 # Maximum number of dimensions in torch; DLPack itself has no limit.
 _MAX_NDIM: Final = 64

@@ -159,7 +159,7 @@ class Context(AddressSpace, Closable):
         self._lock = reentrant_lock()
         self._reservations: weakref.WeakSet[Reservation] = weakref.WeakSet()
         self._events = KeptEvents()
-        # tickets garbage-collected before their batches finished
+        # Tickets that were garbage-collected before their batches finished.
         self._forgotten: deque[int] = deque()
         self._warned = False
         end_lost()
@@ -198,7 +198,7 @@ class Context(AddressSpace, Closable):
     """Cleans up the context if its owner is lost."""
 
     def stats(self) -> Stats:
-        """Returns counters and current state."""
+        """Returns the context's counters and current state."""
         return Stats._from_c(_native.get_stats(self.handle))
 
     def memory(self, location: Location = Location.DEVICE, device: Any = 0) -> MemoryInfo:
@@ -330,7 +330,7 @@ class Context(AddressSpace, Closable):
             return _native.AFTER_NONE, ()
         after = [*after]
         items, keep = after_items(after, self.cuda_device)
-        wait_after(after, lambda: self.is_open)  # if closed, the C call reports it
+        wait_after(after, lambda: self.is_open)  # the C call reports a closed context
         return items, [keep, after]
 
     def batch(

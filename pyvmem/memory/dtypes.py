@@ -12,7 +12,7 @@ from pyvmem import _native
 
 __all__ = ["DType", "find_dtype"]
 
-# DLDataTypeCode (dlpack.h 1.1)
+# Values of DLDataTypeCode (dlpack.h 1.1).
 _INT, _UINT, _FLOAT, _BFLOAT, _COMPLEX, _BOOL = 0, 1, 2, 4, 5, 6
 
 

@@ -136,7 +136,7 @@ def _give_back(view: list[Any], memory: mmap.mmap, registered: list[int]) -> Non
         for addr in registered:
             runtime.cudaHostUnregister(addr)
     view.clear()
-    with contextlib.suppress(BufferError):  # a view is still in use
+    with contextlib.suppress(BufferError):  # raised if a view of the memory is still in use
         memory.close()
 
 
@@ -356,7 +356,7 @@ class StreamCopies:
         kept: Any = None
         try:
             kept = self._launch(split(pieces), 16)
-        except RuntimeError as error:  # includes torch's OutOfMemoryError
+        except RuntimeError as error:  # torch's OutOfMemoryError is one, too
             log.warning("vmem: falling back to libvmem for a copy: %s", str(error))
             self.stream.synchronize()
             by_library(self._context, pieces, self._to_host)

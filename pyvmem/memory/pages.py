@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Handles in a context: physical pages, and tickets of submitted batches."""
+"""Handles to physical pages, and tickets of submitted batches."""
 
 from __future__ import annotations
 

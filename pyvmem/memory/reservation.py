@@ -84,7 +84,7 @@ class Reservation(Closable):
         self._closed = self._closing = False
         self._context = context
         self._freed = Outcome()
-        self._arrays = weakref.WeakValueDictionary[int, VirtualArray]()  # by id
+        self._arrays = weakref.WeakValueDictionary[int, VirtualArray]()  # keyed by id
 
     @property
     def context(self) -> Context:
@@ -123,7 +123,7 @@ class Reservation(Closable):
         return [array for one in self._arrays.valuerefs() if (array := one()) is not None]
 
     def _at(self, offset: int, size: int, op: str) -> int:
-        """Returns the address at `offset`; raises if the `size` bytes there are not all inside."""
+        """Returns the address at `offset`; raises if `size` bytes from there are out of range."""
         if self._closed or self._closing:
             self._raise_closed(op)
         offset, size = operator.index(offset), operator.index(size)
@@ -163,7 +163,7 @@ class Reservation(Closable):
         self._context.unmap(self._at(offset, size, "vMemUnmap"), size)
 
     def join(self, offset: int = 0, size: int | None = None) -> int:
-        """Remaps pages that were mapped one by one as one piece; see `Context.join`."""
+        """Remaps pages that were mapped one by one, as one mapping per run; see `Context.join`."""
         length = self.nbytes - offset if size is None else size
         return self._context.join(self._at(offset, length, "vmem_join"), length)
 
@@ -177,7 +177,7 @@ class Reservation(Closable):
         self._context.write(self._at(offset, size, "vmem_write"), data)
 
     def fill(self, offset: int, size: int, value: int = 0) -> None:
-        """Fills a range with a byte value."""
+        """Fills a range with the byte `value`."""
         self._context.fill(self._at(offset, size, "vmem_fill"), size, value)
 
     def query(self, offset: int = 0) -> RangeInfo:
@@ -319,6 +319,6 @@ class Reservation(Closable):
             _warn(f"reservation never closed: {self!r}", ResourceWarning, source=self)
 
     def __repr__(self) -> str:
-        known = hasattr(self, "_info")  # absent until it is reserved
+        known = hasattr(self, "_info")  # absent until the addresses are reserved
         length = f"{self.nbytes} bytes" if known else "length not known"
         return f"<Reservation {self.addr:#x}, {length}>"

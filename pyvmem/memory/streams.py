@@ -98,7 +98,7 @@ class FdEvent(Closable):
     def close(self) -> None:
         """Closes the descriptor if `create` opened it. Idempotent."""
         if self._own:
-            self._own, fd, self.fd = False, self.fd, -1  # cleared first: the number may be reused
+            self._own, fd, self.fd = False, self.fd, -1  # clear it first: its number may be reused
             os.close(fd)
 
     def __del__(self, _close: Any = os.close) -> None:
@@ -197,7 +197,7 @@ def _current_device(kind: str) -> int:
 
 
 class Kind(enum.Enum):
-    """The kind of object that names GPU work."""
+    """The kinds of objects that name GPU work."""
 
     CURRENT = enum.auto()
     STREAM = enum.auto()
@@ -227,7 +227,7 @@ class Work(NamedTuple):
 
 
 _CURRENT: Final = Work(Kind.CURRENT, "torch", 0, CurrentStream)
-_SLICE_MS: Final = 100  # length of a slice of a wait
+_SLICE_MS: Final = 100  # interval between checks during a wait
 _LEGACY: Final = 1  # CU_STREAM_LEGACY, another name for stream 0
 
 
