@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """The boundary to C: only this package calls libvmem and raises its errors.
 
-Each function of vmem.h has a counterpart here, with the name in snake case, which takes plain
-integers for handles and raises an exception instead of returning a negative errno. cffi releases
-the GIL during every call. Structures are returned unconverted (``Any``); the modules above turn
-them into typed objects.
+Each function of vmem.h has a counterpart here, with its name in snake case. It takes plain integers
+for handles and raises an exception instead of returning a negative errno. cffi releases the GIL
+during every call. Structures are returned unconverted (``Any``); the callers turn them into typed
+objects.
 """
 
 from pyvmem._native.arrays import (

@@ -10,8 +10,8 @@ from pyvmem._vmem import ffi, lib
 
 __all__ = ["buffer_at", "dlpack_capsule"]
 
-# ctypes calls with the GIL held, and the returned reference always has an owner: if the caller is
-# interrupted, dropping the capsule deletes the tensor.
+# ctypes makes the call with the GIL held, and the returned reference always has an owner: if the
+# caller is interrupted, the capsule is dropped, which deletes the tensor.
 _capsule = ctypes.PYFUNCTYPE(
     ctypes.py_object,
     *(ctypes.py_object, ctypes.c_uint64, ctypes.c_int32, ctypes.c_int32, ctypes.c_uint8),
@@ -41,6 +41,6 @@ def dlpack_capsule(
 
 def buffer_at(addr: int, size: int, owner: object) -> memoryview:
     """Returns a writable memoryview of memory that the CPU can access; keeps `owner` alive."""
-    # The destructor does nothing but hold a reference to the owner.
+    # The destructor does nothing; it only keeps a reference to the owner.
     pointer = ffi.gc(ffi.cast("char *", addr), lambda _, _owner=owner: None)
     return memoryview(ffi.buffer(pointer, size))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Calls into C; the only place that turns libvmem errors into exceptions."""
+"""Calls libvmem's functions. Only this module turns libvmem's errors into exceptions."""
 
 from __future__ import annotations
 

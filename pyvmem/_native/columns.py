@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Scans all slots, in C (_columns.c).
+"""Finds and grows the slots that need pages, in C (_columns.c).
 
 found = columns.scan(lengths)                    # slots short of pages for these lengths
-grown = columns.plan(ops)                        # writes their map operations, if mapping suffices
+grown = columns.plan(ops)                        # writes their map operations, if these suffice
 extend(vm, [columns], ops, n, outcome, waits)    # runs the batch and updates the slots
 """
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         @property
         def stale(self) -> bool: ...
 
-else:  # ctypes, as cffi would release the GIL
+else:  # use ctypes, since cffi would release the GIL
     _type = ctypes.PYFUNCTYPE(ctypes.py_object)
     Row = _type(int(ffi.cast("uintptr_t", ffi.addressof(lib, "pyvmem_row_type"))))()
 
@@ -65,7 +65,7 @@ class Kind:
 
 
 class Waits:
-    """Counts and durations of the waits in a cache's calls, updated by C.
+    """Counts the waits in a cache's calls and adds up their durations, in C.
 
     Attributes:
         struct: ``struct pyvmem_waits``.
@@ -84,7 +84,8 @@ class Waits:
 class Waiting:
     """Counts a wait, from construction to the end of its ``with`` block.
 
-    A class rather than a generator for speed: every step that needs several map calls creates one.
+    It is a class and not a generator for speed: every step that needs several map calls creates
+    one.
     """
 
     __slots__ = ("_vm", "_wait", "_waits")
@@ -107,8 +108,8 @@ class Grown(NamedTuple):
     Attributes:
         ops: number of operations written.
         added: pages per tensor that the growth maps, summed over all slots.
-        reused: pages per tensor that the growth grants and that were already mapped.
-        granting: pages per tensor that the growth grants.
+        reused: the part of `granting` that is already mapped.
+        granting: pages per tensor that the growth grants, summed over all slots.
     """
 
     ops: int
@@ -141,9 +142,11 @@ class Columns:
         rows: the slots, which this object keeps alive.
 
     Attributes:
-        held_rows: rows that each slot holds. `scan` never writes to the array assigned here.
-        needs: rows for which the last `scan` wanted pages, including a prefill's over-read rows.
-        capacity: rows for which each slot has pages.
+        held_rows: number of rows that each slot holds. `scan` never writes to the array assigned
+            here.
+        needs: number of rows for which each slot needed pages in the last `scan`, including a
+            prefill's over-read rows.
+        capacity: number of rows that fit in each slot's granted pages.
         calls, joined: see `kvcache.runs.Runs`.
         named: 1 if the last `scan` was passed a length above 0 for the slot.
         place: struct pyvmem_place.
@@ -193,10 +196,10 @@ class Columns:
 
         Returns:
             The number of rows of each slot, in an array that the next `scan` overwrites unless it
-            is assigned to `held_rows`; their sum; and the indices of slots short of pages, in
-            ascending order. If a length is bad, an int instead: the index of an entry that is not
-            an int from 0 to 2**64 - 1; or the number of slots plus the index of an entry that
-            exceeds the slot's limit or is above 0 for a free slot.
+            is assigned to `held_rows`; their sum; and the indices of the slots that are short of
+            pages, in ascending order. If a length is invalid, an int instead: the index of an entry
+            that is not an int from 0 to 2**64 - 1; or the number of slots plus the index of an
+            entry that exceeds the slot's limit or is above 0 for a free slot.
         """
         count = len(self.capacity)
         if len(lengths) != count:
@@ -221,11 +224,13 @@ class Columns:
         return first if swap else second, self._total[0], places
 
     def near(self, ahead: int, room: int) -> list[int]:
-        """Returns slots with pages for fewer than `ahead` more rows, for the next `plan`.
+        """Returns the slots in use that have pages for fewer than `ahead` more rows.
+
+        The next `plan` grows these slots.
 
         Args:
             ahead: number of rows.
-            room: limit on the pages per tensor that these slots need in total.
+            room: maximum number of pages per tensor that these slots may need in total.
         """
         (first, at_first), (_, at_second) = self._rows
         held = at_first if self.held_rows is first else at_second
@@ -250,7 +255,7 @@ class Columns:
 
     @property
     def planned(self) -> Planned:
-        """Returns the slots of the last `plan`."""
+        """The slots of the last `plan`."""
         one, count, unpack = self._growth, self._growth.count, ffi.unpack
         return Planned(
             unpack(one.slot, count),
@@ -267,7 +272,7 @@ class Columns:
         lib.pyvmem_unmaps(self.place, len(slots), at_slots, at_low, new("uint64_t[]", high), ops)
 
     def goals(self, pages: Sequence[int], mapped: Sequence[int], heads: Sequence[int]) -> list[int]:
-        """Returns the pages to map for requests that need `pages`, as `plan` would choose them."""
+        """Returns how many pages `plan` would map for requests that need `pages` pages."""
         goals = ffi.new("uint64_t[]", len(pages))
         new = ffi.new
         at_pages, at_mapped = new("uint64_t[]", pages), new("uint64_t[]", mapped)
@@ -287,19 +292,19 @@ class Columns:
         return int(lib.pyvmem_pick(self._at, every, none, ffi.NULL))
 
     def fit(self, pages: int, every: int, none: int = 0) -> int | None:
-        """Picks the slot with the fewest mapped pages, but at least `pages`, or else with the most.
+        """Picks the slot with the fewest mapped pages among those that have at least `pages`.
 
-        Considers the slots that `pick` returns. Ties go to the least recently used. Returns None if
-        there is no slot.
+        If none has that many, picks the slot with the most. Considers the slots that `pick`
+        returns; ties go to the least recently used. Returns None if there is no slot.
         """
         found: int = lib.pyvmem_fit(self._at, every, none, pages)
         return found if found < len(self.capacity) else None
 
     @property
     def spare(self) -> int:
-        """Returns the device pages per tensor that slots can give up or are unmapping.
+        """The number of device pages per tensor that slots can give up or are already unmapping.
 
-        Excludes slots with a growth in flight.
+        Excludes slots that lost rows or have a growth in flight.
         """
         return int(lib.pyvmem_spare(self._at))
 
@@ -314,7 +319,7 @@ def extend(
         columns: the `Columns` of each group of layers.
         ops: ``struct vmem_op[]`` with the operations of all groups.
         count: number of operations.
-        outcome: receives the result; holds the edits to the other records.
+        outcome: receives the result; it also holds the edits to the other records.
         waits: the counter to which the call's time is added.
 
     Raises:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Wraps the functions of _holes.h: reads of holes recorded by the SIGSEGV handler."""
+"""Wraps the functions of _holes.h that handle reads of holes, which the SIGSEGV handler records."""
 
 from __future__ import annotations
 

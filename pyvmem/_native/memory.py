@@ -113,7 +113,7 @@ def wait(vm: int, ticket: int, timeout_ns: int) -> bool:
 
 
 def ticket_drop(vm: int, ticket: int) -> None:
-    """Drops a ticket and its batch's result; does nothing if already dropped."""
+    """Drops a ticket and its batch's result; does nothing if the ticket was already dropped."""
     lib.vmem_ticket_drop(vm, ticket)
 
 
@@ -138,7 +138,7 @@ def copy(vm: int, dst: int, src: int, size: int) -> None:
 
 
 def fill(vm: int, addr: int, size: int, value: int) -> None:
-    """Sets every byte of a range."""
+    """Sets every byte of a range to `value`."""
     call(lib.vmem_fill, vm, addr, size, value)
 
 
@@ -148,7 +148,10 @@ def warm(vm: int, size: int) -> None:
 
 
 def trim(vm: int, keep: int) -> int:
-    """Gives empty slabs back to the driver, keeping `keep` bytes free; returns their bytes."""
+    """Gives empty slabs back to the driver while at least `keep` free bytes remain.
+
+    Returns the number of bytes given back.
+    """
     out = ffi.new("uint64_t *")
     call(lib.vmem_trim, vm, keep, out)
     freed: int = out[0]
@@ -156,7 +159,10 @@ def trim(vm: int, keep: int) -> int:
 
 
 def compact(vm: int, want: int, after: tuple[Any, int] = AFTER_NONE) -> int:
-    """Gives back `want` bytes, moving pages out of sparse slabs. Returns the bytes given back."""
+    """Gives at least `want` bytes back to the driver, if possible; moves pages out of sparse slabs.
+
+    Returns the number of bytes given back.
+    """
     out = ffi.new("uint64_t *")
     call(lib.vmem_compact, vm, want, after[0], after[1], 0, out)
     freed: int = out[0]

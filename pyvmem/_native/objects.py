@@ -47,7 +47,7 @@ def backend_names() -> tuple[str, ...]:
 
 
 def _name(backend: str) -> bytes:
-    """Encodes a back end's name as a C string, which must not contain a NUL byte."""
+    """Encodes a back end's name for a C string; escapes NUL bytes, which would end the string."""
     return backend.replace("\0", r"\0").encode(errors="backslashreplace")
 
 
@@ -64,7 +64,7 @@ def open(
     *,
     outcome: Outcome | None = None,
 ) -> int:
-    """Opens a context and returns it; the caller closes it."""
+    """Opens a context and returns its handle; the caller closes it."""
     limit = constant("VMEM_MAX_DEVICES")
     if len(devices) > limit:
         fail(
@@ -103,7 +103,7 @@ def close(vm: int, *, outcome: Outcome | None = None) -> None:
 
 
 discard: Callable[[int], int] = lib.vmem_close
-"""Closes a context. The bare C function: no signal handler can raise before the call."""
+"""Closes a context. This is the C function itself: no signal handler can raise before it runs."""
 
 
 def query(vm: int) -> Any:
@@ -184,7 +184,7 @@ def release(vm: int, handle: int) -> None:
 
 
 def drop(vm: int, handle: int) -> None:
-    """Drops only the reference."""
+    """Drops the reference; mappings remain and keep their pages."""
     call(lib.vmem_drop, vm, handle)
 
 
@@ -203,7 +203,7 @@ def drop_range(
     *,
     outcome: Outcome | None = None,
 ) -> None:
-    """Drops the reference to a range of a handle's pages."""
+    """Drops the reference to parts of a handle's pages."""
     call(lib.pyvmem_drop_range, cell_of(outcome), vm, handle, offset, size, count, stride)
 
 

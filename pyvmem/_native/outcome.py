@@ -21,7 +21,7 @@ class Outcome:
 
     Attributes:
         cell: a ``struct pyvmem_outcome *``.
-        edits: set to None by C after the call; the list then holds the replaced values.
+        edits: C sets it to None after the call; the list then holds the replaced values.
     """
 
     __slots__ = ("cell", "edits")
@@ -36,7 +36,7 @@ class Outcome:
             self.cell.edits = id(edits)
 
     def of(self, edits: list[list[Any]]) -> Outcome:
-        """Makes a later call apply edits before it returns if it succeeds. Returns self.
+        """Makes a later call apply edits before it returns, if it succeeds. Returns self.
 
         Args:
             edits: ``[owner, name, value]`` sets an attribute, bypassing the owner's `__setattr__`;
@@ -56,7 +56,7 @@ class Outcome:
 
     @property
     def value(self) -> int:
-        """The ticket, handle or address that the call created; 0 if none, or if not called yet."""
+        """The ticket, handle or address that the call created; 0 if it created none."""
         value: int = self.cell.value
         return value
 
@@ -81,5 +81,5 @@ def change(made: list[Any]) -> None:
 
 
 def change_back(made: list[Any]) -> None:
-    """Undoes `change`, unless already undone or never applied."""
+    """Undoes `change`; does nothing if the edits are already undone or were never applied."""
     lib.pyvmem_change(id(made), 1)

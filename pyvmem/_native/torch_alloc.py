@@ -55,14 +55,17 @@ def close(device: int, outcome: Outcome | None = None) -> None:
 
 
 tag: Callable[[], int] = lib.pyvmem_torch_tag_now
-"""The tag of the calling thread's allocations."""
+"""Returns the tag of the calling thread's allocations."""
 
 set_tag: Callable[[int], int] = lib.pyvmem_torch_tag
-"""Sets the calling thread's tag and returns the previous tag. A C function, so atomic."""
+"""Sets the calling thread's tag and returns the previous tag. Atomic, as it is a C function."""
 
 
 def pause(device: int, tag: int, save: Any, outcome: Outcome | None = None) -> None:
-    """Unmaps a tag's blocks, saving their contents to `save`, a writable buffer, unless None."""
+    """Unmaps a tag's blocks.
+
+    If `save` is not None, the blocks' contents are saved to it; it is a writable buffer.
+    """
     if save is None:
         call(lib.pyvmem_torch_pause, cell_of(outcome), device, tag, ffi.NULL, 0)
     else:
@@ -81,12 +84,15 @@ def owns(device: int, addr: int, size: int) -> bool:
 
 
 def saved(device: int, addr: int, size: int) -> int:
-    """Returns the address of a range's saved contents in a paused block; 0 if not saved."""
+    """Returns the address of a range's saved contents, or 0 if they were not saved.
+
+    The range must be in a paused block.
+    """
     return int(lib.pyvmem_torch_saved(device, addr, size))
 
 
 def stats(device: int, tag: int) -> Any:
-    """Returns counters, as a ``struct pyvmem_torch_stats``."""
+    """Returns a tag's counters (those of all tags for `ALL`) as a ``struct pyvmem_torch_stats``."""
     out = ffi.new("struct pyvmem_torch_stats *")
     call(lib.pyvmem_torch_stats, device, tag, out)
     return out

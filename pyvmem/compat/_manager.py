@@ -23,10 +23,10 @@ __all__ = ["Manager", "OutOfKVBlocks", "close_retired"]
 
 
 class OutOfKVBlocks(OutOfMemory, RuntimeError):
-    """A step needs more pages than the cache has. A RuntimeError, too, as in the artifact."""
+    """A step needs more pages than the cache has. It is also a RuntimeError, as in the artifact."""
 
 
-# Caches that have ended and hold no memory. The program's tensors still use their addresses.
+# Caches that have ended and hold no memory, but whose addresses the program's tensors still use.
 _retired: list[KVCache] = []
 
 
@@ -45,7 +45,7 @@ atexit.register(close_retired)
 
 
 class Manager:
-    """A cache that lets its caller choose ids and that creates its tensors before it has memory.
+    """A cache whose caller may choose ids, and whose tensors exist before it has memory.
 
     Attributes:
         cache: the cache; it has its own context.
@@ -69,7 +69,7 @@ class Manager:
         try:
             self.cache = KVCache(config, context)
             self.cache.memory.set_limit(0)
-            context.remains.unclaimed = True  # still
+            context.remains.unclaimed = True  # no caller has used the cache yet
             self.megacache = bool(megacache)
             self.lengths = [0] * config.max_batch
             self.common: CommonPages | None = None
@@ -90,7 +90,7 @@ class Manager:
         return [view(layer) for view in (cache.k, cache.v) for layer in range(layers)]
 
     def reserve(self, nbytes: int) -> int:
-        """Raises the cache's limit to `nbytes` bytes; returns its number of pages."""
+        """Raises the cache's limit to `nbytes` bytes; returns the cache's number of pages."""
         page, layers = self.cache.layout.page_size, self.cache.config.num_layers
         least = 2 * layers * page
         if nbytes < least:
@@ -118,7 +118,7 @@ class Manager:
             self.cache.memory.for_request(None, length)  # raises if the length is out of range
             if not common.idle:
                 for index in range(len(self.lengths)):
-                    if not self.cache.slots.is_taken(index):  # freed by an earlier call that failed
+                    if not self.cache.slots.is_taken(index):  # an earlier call freed it, but failed
                         common.renew(index)
             reqid = min(common.idle, default=None)
         if reqid is None:
@@ -165,7 +165,7 @@ class Manager:
             raise self._short([tokens]) from None
 
     def _needed(self, lengths: Sequence[int]) -> int:
-        """Returns the number of KV blocks for these lengths; common blocks count once."""
+        """Returns the number of KV blocks that these lengths need; common blocks count once."""
         common = 0 if self.common is None else self.common.pages
         own = (self.cache.layout.pages_for(length) - common for length in lengths)
         return common + sum(max(0, pages) for pages in own)
@@ -230,7 +230,7 @@ class Manager:
         )
 
     def reclaim(self, keep_next: bool) -> None:
-        """Unmaps idle pages in the background, except those of the next slot if `keep_next`."""
+        """Unmaps idle pages in the background; if `keep_next`, keeps those of the next slot."""
         keep: list[int] = []
         if keep_next:
             free = [slot for slot in self.cache.snapshot() if slot.state == "cached"]

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""A drop-in for torch_memory_saver, which trainers use to release idle memory, on `VMemPool`.
+"""A drop-in replacement for torch_memory_saver, based on `VMemPool`.
+
+Trainers use torch_memory_saver to release idle memory:
 
     from pyvmem.compat.torch_memory_saver import torch_memory_saver
     # or, for an unmodified program, before its own ``import torch_memory_saver``:
@@ -12,7 +14,7 @@
 
 The names and arguments are those of github.com/fzyzcjy/torch_memory_saver with
 ``hook_mode="torch"``. Some of the original's features preload a library that intercepts every CUDA
-allocation. torch's allocator interface cannot do this, so they raise `NotSupported`:
+allocation. torch's allocator interface cannot do this, so these features raise `NotSupported`:
 ``hook_mode="preload"`` and `memory_margin_bytes`.
 
 Differences:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A drop-in for the Python module of the vAttention artifact, on `pyvmem.KVCache`.
+"""A drop-in replacement for the vAttention artifact's Python module, based on `pyvmem.KVCache`.
 
     import pyvmem.compat.vattention as vattention     # or, for an unmodified program:
     pyvmem.compat.vattention.install()                # before its own ``import vattention``
@@ -15,15 +15,15 @@ Deliberate differences:
   its GPU work, and zeroed before another request gets them.
 - Driver errors raise exceptions; they never kill the process. A step that runs out of memory maps
   nothing and raises `OutOfKVBlocks`, which is a RuntimeError, as in the artifact.
-- `alloc_new_batch_idx` is best fit: it picks the free id with the fewest mapped pages among those
-  with enough, else the one with the most.
+- `alloc_new_batch_idx` uses best fit: of the free ids with enough mapped pages, it picks the one
+  with the fewest; if none has enough, it picks the one with the most.
 - `step_async` waits for background work before it changes anything, and reclaims idle
   pages in the background when less than a tenth of the memory is free.
 - `cleanup` frees the memory immediately, and the addresses once no tensor over them is alive.
 - Pages may have any size that the back end supports, and the `max_context_length` rows of a request
-  need not be a multiple of it. If they are, the tensors are contiguous, as the artifact's are.
-  Otherwise (the artifact rejects such shapes) the distance between two requests, ``stride(0)``,
-  exceeds ``max_context_length * stride(1)``.
+  need not fill whole pages. If they do, the tensors are contiguous, as in the artifact. If not (the
+  artifact rejects such shapes), the distance between two requests, ``stride(0)``, exceeds
+  ``max_context_length * stride(1)``.
 - The pages of `map_common_pages` are writable through one id; a write through any other id faults.
 - Any number of processes may use it, on any number of devices. The back end is "auto" unless
   `configure` or ``$VMEM_VATTENTION_BACKEND`` names another.
@@ -104,7 +104,10 @@ def install() -> ModuleType:
 
 
 def configure(backend: str | None) -> None:
-    """Sets the back end of the next `init_kvcache`; None: from the environment, else "auto"."""
+    """Sets the back end for the next `init_kvcache`.
+
+    None: the one in ``$VMEM_VATTENTION_BACKEND``, or "auto" if that is not set.
+    """
     global _backend
     _backend = backend
 
@@ -123,7 +126,7 @@ def init_kvcache(
     page_size: int,
     megacache: bool = False,
 ) -> list[torch.Tensor]:
-    """Creates the tensors on reserved addresses; `reserve_physical_pages` allocates their memory.
+    """Creates the tensors at reserved addresses; `reserve_physical_pages` allocates their memory.
 
     Args:
         device: CUDA ordinal.
@@ -179,7 +182,7 @@ def reserve_physical_pages(free_memory: int) -> int:
     """Allocates physical memory for the cache; a later call with a larger size adds the difference.
 
     Args:
-        free_memory: bytes, rounded down to ``2 * num_layers`` pages.
+        free_memory: bytes, rounded down to a multiple of ``2 * num_layers`` pages.
 
     Returns:
         The cache's total number of physical pages, over all tensors.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Tracks which blocks of an engine have memory. Part of the engine's scheduler.
+"""Tracks which blocks of an engine have memory. Runs in the engine's scheduler.
 
 A block is *backed* when all its pages are mapped on every rank, otherwise *unbacked*. The engine's
-free list contains only backed blocks. A page that several blocks share is refcounted, and unmapped
-once the last of them is retired.
+free list contains only backed blocks. A page that several blocks share has a reference count; it is
+unmapped once the last of these blocks is retired.
 
     unbacked -- begin, run, finish --> backed -- retire, sent, confirm --> unbacked
 
@@ -32,8 +32,8 @@ __all__ = ["Backing", "Growth", "Quota", "Release", "Workers"]
 
 _NONE, _MAPPED, _MAPPING, _UNMAPPING = range(4)  # states of a page
 _UNBACKED, _GROWING, _BACKED = range(3)  # states of a block
-_POLL = 0.05  # s between attempts to reserve the null block's memory
-_AGAIN = 1.0  # s: if asked again within this time, an idle engine frees twice as much
+_POLL = 0.05  # seconds between attempts to reserve the null block's memory
+_AGAIN = 1.0  # seconds within which an idle engine that is asked again frees twice as much
 
 
 class Quota(Protocol):
@@ -106,8 +106,8 @@ class Counters:
     """Totals since the engine's start.
 
     Attributes:
-        grown_blocks, grown_bytes, growths: blocks backed, bytes mapped, growths done.
-        retired_blocks, retired_bytes, releases: blocks retired, bytes unmapped, releases sent.
+        grown_blocks, grown_bytes, growths: blocks backed, bytes mapped, and growths completed.
+        retired_blocks, retired_bytes, releases: blocks retired, bytes unmapped, and releases sent.
         refusals: growths that the quota reduced or denied.
         failures: growths and releases that failed in the driver.
         last_failure: message of the last failure.
@@ -132,9 +132,9 @@ class Backing:
     of blocks, so a growth does not loop over blocks in Python.
 
     Attributes:
-        geometry: geometry of the engine.
-        quota: grants the bytes before they are mapped.
-        unbacked: number of unbacked blocks, not counting growing ones.
+        geometry: the engine's geometry.
+        quota: the quota that grants bytes before they are mapped.
+        unbacked: number of unbacked blocks, not counting those that are growing.
         mapped_bytes: bytes mapped, including those being mapped or unmapped.
         unmapping_bytes: the part of `mapped_bytes` that is being unmapped.
         outbox: releases not yet sent to any rank.
@@ -284,8 +284,7 @@ class Backing:
         if growth is not self._null:
             self._block_states[growth.blocks] = _GROWING
             self.unbacked -= len(growth.blocks)
-        # Count users before mapping, so that retiring a neighbouring block cannot free a shared
-        # page.
+        # Count users before mapping: then, retiring a neighboring block cannot free a shared page.
         self._count(growth.blocks, 1)
         self._mark(growth.runs, _MAPPING)
         self.mapped_bytes += growth.nbytes
@@ -414,7 +413,7 @@ class Backing:
         Args:
             excess: bytes to free, including those being unmapped.
             now: the time in seconds.
-            idle: the engine is idle.
+            idle: whether the engine is idle.
             floor: bytes that the engine keeps, unless `excess` requires them.
         """
         owed = excess - self.unmapping_bytes

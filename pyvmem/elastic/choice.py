@@ -39,9 +39,9 @@ def choose_page(
     """Returns the page size for KV tensors in bytes, and the reason for the log.
 
     Args:
-        num_blocks: blocks in each tensor.
-        sizes: bytes of each tensor.
-        most: maximum bytes that can be mapped at once.
+        num_blocks: number of blocks in each tensor.
+        sizes: size of each tensor in bytes.
+        most: maximum number of bytes that can be mapped at once.
         asked: ``VMEM_PAGE_SIZE`` in bytes; 0 if it is unset.
         limit: ``VMEM_LIMIT`` in bytes; None if it is unset.
 

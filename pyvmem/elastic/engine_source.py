@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Checks an engine's source for the symbols that a plug-in uses, without importing the engine.
 
-The result decides whether an unknown version is tried or rejected; it also compares two releases. A
-plug-in uses a symbol in one of four ways:
+The result decides whether an unknown version is tried or rejected. A script uses this module to
+compare two releases. A plug-in uses a symbol in one of four ways:
 
     replaced     our function runs instead of the engine's, on its class or on one object
     overridden   a method of our subclass overrides it and calls it
@@ -27,7 +27,7 @@ class Symbol:
     """A function, class, method or attribute of an engine.
 
     Attributes:
-        module: relative to the engine's package.
+        module: name of the module, relative to the engine's package.
         name: ``function``, ``Class`` or ``Class.member``.
         use: replaced, overridden, called or read.
         why: the reason for the use, in a few words.
@@ -71,7 +71,10 @@ class Source:
         return ast.parse(self._text(module))
 
     def find(self, module: str, name: str) -> tuple[str, _Node] | None:
-        """Returns the module and the node that define a name; searches base classes for members."""
+        """Returns the module and the node that define a name, or None.
+
+        For a member, base classes are searched, too.
+        """
         owner, _, member = name.partition(".")
         for node in self._tree(module).body:
             if isinstance(node, _Node) and owner in _names(node):

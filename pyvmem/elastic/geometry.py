@@ -39,10 +39,10 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorClass:
-    """Tensors with equal bytes per block.
+    """A class of tensors that have the same number of bytes per block.
 
     Attributes:
-        block_bytes: bytes of one block in one tensor.
+        block_bytes: size of a block in one tensor, in bytes.
         tensors: number of tensors.
     """
 
@@ -52,10 +52,10 @@ class TensorClass:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Describes the blocks, tensors and pages of an engine; equal on all tensor-parallel ranks.
+    """Describes the blocks, tensors and pages of an engine; the same on all tensor-parallel ranks.
 
     Attributes:
-        num_blocks: blocks in each tensor, including the null block.
+        num_blocks: number of blocks in each tensor, including the null block.
         page_size: bytes per page.
         classes: the tensor classes, by ascending `block_bytes`.
     """
@@ -87,7 +87,7 @@ class Geometry:
         return range(block * n // self.page_size, ((block + 1) * n - 1) // self.page_size + 1)
 
     def num_pages(self, kind: int) -> int:
-        """Returns the number of pages of one tensor of a class."""
+        """Returns the number of pages in each tensor of a class."""
         return -(-self.num_blocks * self.classes[kind].block_bytes // self.page_size)
 
     def page_bytes(self, kind: int) -> int:
@@ -100,7 +100,7 @@ class Geometry:
 
     @property
     def block_bytes(self) -> int:
-        """Total bytes of one block, over all tensors."""
+        """Total size of a block in bytes, over all tensors."""
         return sum(one.block_bytes * one.tensors for one in self.classes)
 
     @cached_property
@@ -125,7 +125,10 @@ class Geometry:
         return self.classes[self._sharing].block_bytes, self.page_size
 
     def touching(self, group: int) -> range:
-        """Returns the blocks that touch a group's page, which can be unmapped if all are idle."""
+        """Returns the blocks that touch a group's page.
+
+        If all of them are idle, the page can be unmapped.
+        """
         size, page = self.group_unit
         return range(group * page // size, min(-(-(group + 1) * page // size), self.num_blocks))
 
@@ -147,7 +150,7 @@ class Geometry:
         return max(1, min(found, default=1))
 
     def most_bytes(self, blocks: int) -> int:
-        """Returns how many bytes `blocks` consecutive blocks need at the worst alignment."""
+        """Returns how many bytes `blocks` consecutive blocks need with the worst alignment."""
         total = 0
         for kind, one in enumerate(self.classes):
             spill = 0 if one.block_bytes % self.page_size == 0 else 1
@@ -156,13 +159,16 @@ class Geometry:
         return total
 
     def scattered_bytes(self, blocks: int) -> int:
-        """Returns how many bytes `blocks` blocks need if no two shared pages are adjacent."""
+        """Returns how many bytes `blocks` blocks need if none of their shared pages adjoin."""
         size, page = self.group_unit
         pages = -(-blocks // (page // size))
         return self.most_bytes(-(-pages * page // size))
 
     def first_bytes(self, blocks: int) -> int:
-        """Returns how many bytes the first `blocks` blocks need, the minimum for that number."""
+        """Returns how many bytes the first `blocks` blocks need.
+
+        No other set of as many blocks needs fewer bytes.
+        """
         return sum(
             min(-(-blocks * one.block_bytes // self.page_size), self.num_pages(kind))
             * self.page_bytes(kind)
@@ -178,9 +184,9 @@ def blocks_are_outermost(
     `Geometry` requires contiguous blocks. Some attention back ends put all keys before all values.
 
     Args:
-        shape, strides: shape and strides of the view, in elements.
-        itemsize: bytes of an element.
-        geometry: geometry of the engine.
+        shape, strides: the view's shape and strides, in elements.
+        itemsize: bytes per element.
+        geometry: the engine's geometry.
     """
     step, count = max(
         ((step, count) for step, count in zip(strides, shape, strict=True) if count > 1),

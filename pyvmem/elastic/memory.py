@@ -68,7 +68,7 @@ def open_context(backend: str, device: int, page_size: int, reserve: int) -> Con
     Args:
         backend: name of the back end, or ``"auto"``.
         device: index of the CUDA device.
-        page_size: bytes; 0 for the back end's smallest.
+        page_size: page size in bytes; 0 for the back end's smallest.
         reserve: bytes of free pages that the context keeps; empty slabs beyond this go back to the
             device.
 
@@ -89,7 +89,10 @@ def open_context(backend: str, device: int, page_size: int, reserve: int) -> Con
 
 
 def device_total(cuda_device: int | None) -> int:
-    """Returns a CUDA device's total bytes; for None, host memory's, within the cgroup limit."""
+    """Returns a CUDA device's total memory in bytes.
+
+    For None, returns the total host memory within the cgroup limit.
+    """
     if cuda_device is None:
         with Context("host") as context:
             return context.memory().total_bytes
@@ -107,9 +110,9 @@ class KVMemory:
 
     Args:
         context: allocates the pages; closed by `close`.
-        num_blocks: blocks in each tensor.
-        sizes: bytes of each tensor.
-        multiple: tensors of a class are spaced at a multiple of this many bytes.
+        num_blocks: number of blocks in each tensor.
+        sizes: size of each tensor in bytes.
+        multiple: the distance between tensors of a class is a multiple of this many bytes.
         visible: make the addresses usable by CUDA's own copies.
 
     Raises:
@@ -132,7 +135,7 @@ class KVMemory:
         self._finished: dict[int, str] = {}
         self._launched = 0  # last step whose work is entirely on the stream
         self._stream: Any = None
-        self.copies: Sequence[Copies] = ()  # pages that these access must stay mapped
+        self.copies: Sequence[Copies] = ()  # the pages that these copies access must stay mapped
         self._spans: list[int] = []
         self._begins: list[int] = []  # offset of the first tensor of each class
         self._closed = False
@@ -183,7 +186,7 @@ class KVMemory:
         return self._reservation.tensor((self._reservation.nbytes,), "int8")
 
     def _each(self, runs: Sequence[Run]) -> Iterator[tuple[int, int, int, int]]:
-        """Yields address, bytes, repeat count and stride in bytes of each run."""
+        """Yields each run's address, size in bytes, repeat count and stride in bytes."""
         page = self.geometry.page_size
         for kind, first, count in runs:
             addr = self._reservation.addr + self._begins[kind] + first * page
@@ -215,7 +218,7 @@ class KVMemory:
     def _unmaps(self, runs: Sequence[Run]) -> OpBatch:
         ops = OpBatch(len(runs))
         for addr, size, count, stride in self._each(runs):
-            # holes: a release that failed on another rank is repeated on this rank as well.
+            # With holes: a release that failed on another rank is repeated on this rank as well.
             ops.unmap(addr, size, count, stride, holes=True)
         return ops
 
@@ -274,7 +277,10 @@ class KVMemory:
             one.fence(self._stream)
 
     def finished(self) -> dict[int, str]:
-        """Maps each release that finished since the last call to ``""`` or the error message."""
+        """Returns the releases that finished since the last call, by number.
+
+        The value is ``""``, or the error message of a release that failed.
+        """
         with self._lock:
             still = []
             for one in self._under_way:
@@ -351,7 +357,7 @@ class KVMemory:
         return self._drained.wait(timeout)
 
     def end_drain(self) -> None:
-        """Called on behalf of the scheduler once the pages are unmapped; wakes up `drain`."""
+        """Wakes up `drain`. Called on behalf of the scheduler once the pages are unmapped."""
         self.draining = False
         self._drained.set()
 
@@ -412,7 +418,10 @@ class KVMemory:
         return found.hexdigest()
 
     def total(self) -> int:
-        """Returns the device's total bytes; on the CPU, host memory's, within the cgroup limit."""
+        """Returns the device's total memory in bytes.
+
+        On the CPU, this is the total host memory within the cgroup limit.
+        """
         return self.context.memory().total_bytes
 
     def compact(self, nbytes: int, step: int) -> int:
@@ -425,8 +434,8 @@ class KVMemory:
             step: the last scheduled step.
 
         Returns:
-            Bytes returned; 0, with no effect, if that step has not been launched or the memory is
-            closed.
+            The number of bytes returned; 0, with no effect, if that step has not been launched or
+            the memory is closed.
         """
         with self._in_use() as is_open:
             if not is_open or self._launched < step:

@@ -55,7 +55,7 @@ class _Collector:
 
 
 def _engines() -> Iterator[tuple[str, EngineInfo]]:
-    """Yields each published engine with its device; nothing if the ledgers are unreadable."""
+    """Yields each published engine with its device, or nothing if the ledgers are unreadable."""
     try:
         for device, some in engines_in(default_folder()).items():
             yield from ((device, one) for one in some if one.identity in _identities)
@@ -78,9 +78,9 @@ def _add_to(multiprocess: Any) -> None:
 
 
 def publish(instance: str, replicas: Iterable[int] = (0,)) -> None:
-    """Adds an engine's accounts to the metrics of this process, an API server.
+    """Adds an engine's accounts to the metrics of this process, which is an API server.
 
-    Does nothing without prometheus_client.
+    Does nothing if prometheus_client is not installed.
 
     Args:
         instance: as in `identity_of`.

@@ -60,7 +60,7 @@ class DeviceAccount(Protocol):
 
 
 class LocalQuota:
-    """A quota without a ledger: a fixed limit, and the device's free memory.
+    """A quota without a ledger: only a fixed limit and the device's free memory bound it.
 
     Args:
         limit: maximum bytes per rank.
@@ -111,14 +111,14 @@ class LocalQuota:
         return 0, 0
 
     def report(self, **values: int) -> None:
-        """Does nothing: `vmem top` shows only ledgers."""
+        """Does nothing: `vmem top` shows only engines with a ledger."""
 
     def close(self) -> None:
         """Does nothing."""
 
 
 class Signals:
-    """Detects new signals of other engines.
+    """Detects new signals from other engines.
 
     Args:
         count: returns the number of asks and of gives so far, for example `LedgerQuota.signals`.
@@ -129,7 +129,7 @@ class Signals:
         self._heard = count()
 
     def arrived(self, lacks: bool) -> bool:
-        """Returns true if an engine asked for memory, or freed some while this one `lacks` it."""
+        """Returns true if another engine asked for memory, or freed some that this one `lacks`."""
         return self._differ(self._count(), lacks)
 
     def take(self, lacks: bool) -> bool:
@@ -161,7 +161,7 @@ class LedgerQuota:
 
     @property
     def limit(self) -> int:
-        """Maximum bytes of one rank."""
+        """Maximum bytes that one rank may use."""
         return min(account.limit // ranks for account, ranks in self._accounts)
 
     @property
@@ -176,7 +176,10 @@ class LedgerQuota:
         return min(account.room(free) // ranks for account, ranks in self._accounts)
 
     def take(self, nbytes: int, handles: int = 0) -> bool:
-        """Reserves `nbytes` more bytes per rank, on all devices or none; false if denied."""
+        """Reserves `nbytes` more bytes per rank on all devices.
+
+        Returns false, and reserves nothing, if a device's account denies them.
+        """
         free = self._free()
         taken: list[tuple[DeviceAccount, int]] = []
         for account, ranks in self._accounts:
@@ -244,9 +247,8 @@ def join_device(
         device: UUID of the device, or ``"host"``.
         folder: the ledgers' folder; None for the default.
         name: name of the engine.
-        unique: fail if the name is taken; otherwise a number is appended to it.
-        capacity: bytes for all engines together, used if the ledger is created; 0: the device's
-            total.
+        unique: True: fail if the name is taken; False: append a number to a taken name.
+        capacity: bytes for all engines together; 0: no requirement (see `Ledger`).
         terms: further arguments of `Ledger.join`.
 
     Raises:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Parses the environment variables of an engine's elastic pool.
 
-    VMEM_VLLM=1          vLLM uses the pool; VMEM_SGLANG=1: SGLang does
+    VMEM_VLLM=1          makes vLLM use the pool; VMEM_SGLANG=1 makes SGLang use it
     VMEM_BACKEND         host, cuda, stock, uvm or auto; default: auto on a GPU, host on a CPU
     VMEM_PAGE_SIZE       bytes per page; default: 2M on the cuda back end or if a lot of memory
                          can be mapped; otherwise 64K
@@ -54,19 +54,19 @@ def _seconds(text: str, name: str) -> float:
 
 @dataclass(frozen=True)
 class Settings:
-    """The variables above, read once in each process.
+    """The values of the variables above, read once in each process. Sizes are in bytes.
 
     Attributes:
-        backend: ``""`` to choose by the engine's device.
-        page_size: bytes; 0 to let `pyvmem.elastic.choice` decide.
-        limit: bytes; None for the device's memory.
-        floor: bytes.
-        reserve: bytes; None for the default.
-        idle: seconds.
-        prefix: bytes; None for no limit.
-        name: ``""`` for the model's name.
-        capacity: bytes; 0 for the ledger's.
-        host_limit: bytes; 0 for no limit.
+        backend: name of the back end; ``""`` to choose it by the engine's device.
+        page_size: page size; 0 to let `pyvmem.elastic.choice` decide.
+        limit: maximum memory per GPU; None for the device's memory.
+        floor: memory per GPU that other engines must leave to this engine.
+        reserve: memory kept mapped ahead of need; None for the default.
+        idle: seconds after which unused memory is released.
+        prefix: maximum memory of idle prefixes; None for no limit.
+        name: the engine's name; ``""`` for the model's name.
+        capacity: total memory for all engines on a device; 0 for the ledger's value.
+        host_limit: maximum host memory for KV offloading; 0 for no limit.
         ledger: folder of the ledgers; ``""`` for the default, None to use no ledger.
         visible: make the KV cache's addresses usable by CUDA's own copies.
     """
@@ -110,7 +110,9 @@ class Settings:
 
     @classmethod
     def asks_visible(cls, env: Mapping[str, str] = os.environ) -> bool:
-        """Returns true if the addresses must work with CUDA's own copies, or do anyway (``cuda``).
+        """Returns true if CUDA's own copies will accept the KV cache's addresses.
+
+        They do so if VMEM_VISIBLE is 1, and always on the ``cuda`` back end.
 
         Raises:
             ValueError: VMEM_VISIBLE is neither 1 nor 0.

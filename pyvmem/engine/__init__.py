@@ -9,9 +9,9 @@
     cache.prepare({request: len(prompt) + 1})      # maps in the background
     cache.release(request, tokens=prompt)          # and records its rows for the next turn
 
-The modules: `cache` has `RequestCache`; `request` and `shortage`, what its calls accept and return;
-`prefix`, leases and namespaces; `config`, the model's shape and the policy; `background`, the
-thread for slow calls.
+`RequestCache` is in the module `cache`. `request` and `shortage` define what its calls accept and
+return, `prefix` defines leases and namespaces, `config` the model's shape and the policy, and
+`background` the thread that runs slow calls.
 
 `INTERFACE` is the version of this interface: the major number changes when programs must change,
 the minor number when something is added. The interface is built on `KVCache`'s own calls

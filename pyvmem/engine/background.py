@@ -32,8 +32,11 @@ class CallFuture(Future[_T]):
 
     @property
     def given_up(self) -> bool:
-        """True if cancelled. Takes no lock, unlike `cancelled`: an exception from a signal handler
-        could leave the lock held, and the call would never finish."""
+        """True if the future was cancelled.
+
+        Takes no lock, unlike `cancelled`: an exception from a signal handler could leave the lock
+        held, and the call would never finish.
+        """
         return self._state.startswith("CANCELLED")
 
 
@@ -44,7 +47,7 @@ class _Queued:
     call: Callable[[], Any]
     future: CallFuture[Any]
     key: object
-    over: bool = False  # the call has run; the future's callbacks may not have
+    over: bool = False  # true once the call has run, even if the future's callbacks have not
 
     def make(self) -> None:
         if not self.future.set_running_or_notify_cancel():
@@ -61,9 +64,9 @@ class _Queued:
 
 
 class Pending:
-    """A request's handle to a queued call on the request.
+    """A queued call on a request, as the request sees it.
 
-    Holds the future weakly: the queue keeps it alive until the call has run.
+    It holds the future weakly; the queue keeps the future alive until the call has run.
 
     Attributes:
         made: true once the call has run.
@@ -96,7 +99,7 @@ class Background:
         self._queue: deque[_Queued] = deque()
         self._now: _Queued | None = None
         self._turn = threading.Lock()  # held while running a call
-        self._maker = 0  # the thread holding `_turn`; 0: none
+        self._maker = 0  # identifier of the thread that holds `_turn`; 0: none
 
     def begin(
         self,
@@ -109,7 +112,7 @@ class Background:
         Args:
             call: the function to call, without arguments.
             key: the object it works on.
-            future: a new future to use; None: creates one.
+            future: an unused future for the result; None: create one.
 
         Raises:
             RuntimeError: no thread could be started; the call is dropped.
@@ -125,8 +128,8 @@ class Background:
         return future
 
     def works_on(self, key: object) -> bool:
-        """True if a call on `key` is queued or running."""
-        # `begin` was interrupted before it started a thread
+        """Returns true if a call on `key` is queued or running."""
+        # In this case, `begin` may have been interrupted before it started a thread.
         if self._queue and not self._turn.locked():
             with suppress(RuntimeError):  # on failure, the next call's thread runs them
                 start_new_thread(self._work, ())

@@ -33,7 +33,7 @@ __all__ = ["RequestCache"]
 
 _T = TypeVar("_T")
 
-_FEW = 16  # number of namespaces above which closed namespaces are removed
+_FEW = 16  # closed namespaces are removed when there are at least this many namespaces
 
 
 class RequestCache(Closable):
@@ -44,21 +44,21 @@ class RequestCache(Closable):
     the cache; calls, including background calls, run one at a time. Streams are passed as in
     `KVCache`: None is the calling thread's current torch stream.
 
-    A call, together with the cache calls that it makes, is one section of the cache's journal,
-    which records requests as well as slots. So an asynchronous exception (Ctrl-C) either leaves
-    both unchanged or leaves both with the call's changes complete; the next call decides which, if
-    this call could not.
+    A call and the cache calls that it makes form one section of the cache's journal, which records
+    requests as well as slots. Therefore an asynchronous exception (Ctrl-C) leaves requests and
+    slots either both unchanged or both with all of the call's changes. If the interrupted call
+    cannot ensure that, the next call does.
 
     Args:
-        cache: holds the requests; they may be changed only through this object. The caller closes
-            it after this object. (A cache that `open` made is closed by `close`.)
+        cache: the cache that holds the requests, which may be changed only through this object. The
+            caller closes it after this object, unless `open` made it: then `close` closes it.
 
     Attributes:
         cache: the cache, for its tensors, statistics and layout.
     """
 
     def __init__(self, cache: KVCache) -> None:
-        # KVCache, LayeredCache and ParallelKVCache all have it
+        # KVCache, LayeredCache and ParallelKVCache all have this method.
         if not hasattr(cache, "layer_views"):
             raise TypeError(f"cache: expected a KVCache, not {cache!r:.80}")
         self.cache = cache
@@ -93,8 +93,8 @@ class RequestCache(Closable):
             device: CUDA ordinal, torch or cuda.core device.
 
         Raises:
-            InvalidArgument: a value that the model or the back end does not support. VMemError: the
-                back end could not be opened, or has too little memory or address space.
+            InvalidArgument: the model or the back end does not support a value. VMemError: the back
+                end could not be opened, or has too little memory or address space.
         """
         found = cls(make_cache(model, policy or Policy(), backend, device))
         found._owns = True
@@ -122,14 +122,14 @@ class RequestCache(Closable):
             return found
 
     def match(self, prompt: Any, namespace: Namespace | None = None) -> Prefix:
-        """Leases a prompt's recorded prefix. Leaves out the last token, which must be computed.
+        """Leases a prompt's recorded prefix, without the last token, which must be computed.
 
         Args:
             prompt: token ids, in any form that `pyvmem.kvcache.TokenIds` allows.
-            namespace: where to look; None: the default namespace.
+            namespace: the namespace to search; None: the default namespace.
 
         Raises:
-            InvalidArgument: bad tokens. BadHandle: the namespace is closed.
+            InvalidArgument: the tokens are invalid. BadHandle: the namespace is closed.
         """
         tokens = TokenIds(prompt, key_of(namespace))
         return Prefix(tokens, namespace, self.cache, self.cache.match(tokens))
@@ -155,18 +155,18 @@ class RequestCache(Closable):
             prompt: token ids, or their `Prefix`, whose lease ends when the request is admitted.
             namespace: as in `match`; ignored for a `Prefix`.
             room: number of tokens after the prompt to map pages for, up to the end of the slot.
-            stream: the stream that will read the prefix; it will wait for the work that wrote
-                it.
-            reserve: if False, still checks that everything fits now, but allocates only the slot
-                and the prefix; each `extend` then maps the pages it needs and may return a
-                `Shortage`. For prompts that are computed in chunks while other requests end.
+            stream: the stream that will read the prefix; it will wait for the work that wrote the
+                prefix.
+            reserve: if False, this call still checks that everything fits now, but allocates only
+                the slot and the prefix; each `extend` then maps the pages it needs and may return a
+                `Shortage`. Use it for prompts that are computed in chunks while other requests end.
 
         Returns:
             The request, or a `Shortage`: then nothing is allocated, and a `Prefix` keeps its lease.
 
         Raises:
-            InvalidArgument: bad tokens, more than a slot holds, a negative `room`, or an object
-                that is not a stream (`NotGpuWork`). VMemError: the driver failed; nothing is
+            InvalidArgument: the tokens are invalid or more than a slot holds, `room` is negative,
+                or `stream` is not a stream (`NotGpuWork`). VMemError: the driver failed; nothing is
                 allocated.
         """
         check(stream)
@@ -238,7 +238,7 @@ class RequestCache(Closable):
                 cache.free_reqid(slot, stream)
                 cache.internals.withdraw_prompt()
                 raise
-            if short is not None:  # with its tokens recorded, the prefix stays mapped in the slot
+            if short is not None:  # recording the tokens keeps the prefix mapped in the slot
                 cache.free_reqid(slot, stream, prefix.tokens if held else None)
                 cache.internals.withdraw_prompt()
                 prefix.renew()
@@ -248,24 +248,24 @@ class RequestCache(Closable):
     def begin(
         self, prompt: Prefix | int, namespace: Namespace | None = None, stream: Any = None
     ) -> Request | Shortage:
-        """Allocates only a slot: for a scheduler that decides by itself what fits.
+        """Allocates only a slot, for a scheduler that decides by itself what fits.
 
-        Maps only a recorded prefix and reserves no memory, so each `extend` may return a
+        Maps at most a recorded prefix and reserves no memory, so each `extend` may return a
         `Shortage`.
 
         Args:
-            prompt: a `Prefix`, as for `admit`; or a number of tokens, for a prompt whose prefix is
-                not looked up: it gets the best-fitting slot.
-            namespace: the namespace of such a prompt.
+            prompt: a `Prefix`, as for `admit`; or the number of tokens of a prompt whose prefix is
+                not looked up, which gets the best-fitting slot.
+            namespace: the request's namespace if `prompt` is a number of tokens.
             stream: the stream that will read the prefix, as in `admit`.
 
         Returns:
             The request, which holds the prefix's rows; or a `Shortage`, as from `admit`.
 
         Raises:
-            InvalidArgument: fewer than 0 tokens, more than a slot holds, or an object that is not a
-                stream (`NotGpuWork`). BadHandle: the namespace is closed. VMemError: the driver
-                failed; nothing is allocated.
+            InvalidArgument: the number of tokens is negative or more than a slot holds, or `stream`
+                is not a stream (`NotGpuWork`). BadHandle: the namespace is closed. VMemError: the
+                driver failed; nothing is allocated.
         """
         check(stream)
         if isinstance(prompt, Prefix):
@@ -284,8 +284,10 @@ class RequestCache(Closable):
             return self._shortage({}) if slot is None else self._begun(slot, 0, namespace)
 
     def _take_slot(self, prefix: Prefix, stream: Any) -> tuple[int, int] | None:
-        """Allocates a slot with a prompt's prefix; returns slot and rows, or None if short, lease
-        kept."""
+        """Allocates a slot with a prompt's prefix; returns the slot and its number of rows.
+
+        Returns None, and keeps the lease, if there is a shortage.
+        """
         begun = self.cache.alloc_prefix(prefix.match, stream=stream)
         if begun is None:
             prefix.renew()
@@ -299,16 +301,17 @@ class RequestCache(Closable):
         Requests not in `lengths` are unchanged. Cheap if nothing has to be mapped.
 
         Args:
-            lengths: total tokens per request, at least its current length.
+            lengths: total number of tokens of each request, at least its current length.
             stream: the stream that will use the pages.
 
         Returns:
-            None: every row is mapped. A `Shortage`: no request has changed.
+            None if every row is mapped; a `Shortage` if not, and then no request has changed.
 
         Raises:
-            InvalidArgument: a request of another cache or without a slot, fewer tokens than it
-                holds (`truncate` removes rows), or more than a slot holds. BadHandle, Busy: as for
-                `Request.slot`. VMemError: as for `KVCache.step`; no request has changed.
+            InvalidArgument: a request belongs to another cache or has no slot; or its number of
+                tokens is below its current length (`truncate` removes rows) or above what a slot
+                holds. BadHandle, Busy: as for `Request.slot`. VMemError: as for `KVCache.step`; no
+                request has changed.
         """
         self._refuse_lengths(lengths)
         with self._turns, self._journal:
@@ -334,10 +337,10 @@ class RequestCache(Closable):
             return None
 
     def capacity(self, request: Request) -> int:
-        """Returns how many tokens fit the request's pages; an `extend` up to that maps nothing.
+        """Returns how many tokens fit the request's pages.
 
-        Pages that `prepare` and `admit` requested count once they are mapped. Raises the errors of
-        `Request.slot`.
+        An `extend` up to this number maps nothing. Pages that `prepare` and `admit` requested count
+        once they are mapped. Raises the errors of `Request.slot`.
         """
         self._refuse_busy(request)
         with self._turns, self._journal:
@@ -431,15 +434,16 @@ class RequestCache(Closable):
         """Ends a request without waiting; its memory becomes available once its GPU work is done.
 
         Args:
-            request: running or swapped out.
-            tokens: records its rows under these ids, in its namespace, for a later request that
-                continues it; may be longer than its rows. Ignored for a swapped request or a closed
-                namespace. None: records nothing.
-            stream: the stream of its last work.
+            request: a running or swapped-out request.
+            tokens: the token ids under which to record the request's rows in its namespace, for a
+                later request that continues this one; there may be more tokens than rows. Ignored
+                if the request is swapped out or its namespace is closed. None: record nothing.
+            stream: the stream of the request's last work.
 
         Raises:
-            InvalidArgument: another cache's request, or bad tokens. BadHandle: it has ended. Busy:
-                a background call is using it. VMemError: recording failed; the request continues.
+            InvalidArgument: the request belongs to another cache, or the tokens are invalid.
+                BadHandle: the request has ended. Busy: a background call is using it. VMemError:
+                recording failed; the request continues.
         """
         self._refuse_busy(request)
         with self._turns, self._journal:
@@ -488,15 +492,15 @@ class RequestCache(Closable):
         """Restores a swapped request, into any slot.
 
         Args:
-            request: the request; afterwards it is running again, with its rows.
+            request: a swapped-out request; on success, it is running again, with its rows.
             stream: the stream that will use the rows. The call waits for its work and for the copy.
 
         Returns:
-            None, or a `Shortage`: the request stays swapped out.
+            None, or a `Shortage`: then the request stays swapped out.
 
         Raises:
-            InvalidArgument: another cache's request, or not swapped out. VMemError: the driver
-                failed; the request stays swapped out.
+            InvalidArgument: the request belongs to another cache or is not swapped out. VMemError:
+                the driver failed; the request stays swapped out.
         """
         self._refuse_busy(request)
         blockers = partial(waits.before_swap_in, length=request.length, work=self._work(stream))
@@ -534,10 +538,13 @@ class RequestCache(Closable):
             return list(self._requests)
 
     def close(self, stream: Any = None) -> None:
-        """Waits for background calls, then releases every request; `stream`: of their last work.
+        """Waits for background calls, then releases every request.
 
-        Also closes the cache if `open` made it; this raises Busy while tensors of it are alive. May
-        be called again after an exception, to release the remaining requests.
+        Also closes the cache if `open` made it; this raises Busy while any of its tensors is alive.
+        After an exception, call this again to release the remaining requests.
+
+        Args:
+            stream: the stream of the requests' last work.
         """
         self._background.close()
         failure: VMemError | None = None
@@ -580,7 +587,8 @@ class RequestCache(Closable):
     def _settle(self, *requests: Request) -> None:
         """Reconciles requests with the cache after a call on them was interrupted.
 
-        Runs before another call can reuse their slots: a slot is still its request's, or free.
+        Runs before another call can reuse their slots, so each slot either still belongs to its
+        request or is free.
         """
         for request in requests:
             rows, slot = request.rows, request._slot
@@ -607,8 +615,7 @@ class RequestCache(Closable):
         request.require(state)
 
     def _refuse_lengths(self, lengths: Mapping[Request, int]) -> None:
-        """Raises TypeError for an object that is not a mapping, and the errors of
-        `_refuse_busy`."""
+        """Raises TypeError if `lengths` is not a mapping, and the errors of `_refuse_busy`."""
         if not hasattr(lengths, "values"):
             raise TypeError(f"lengths: expected tokens by Request, not {lengths!r:.80}")
         self._refuse_busy(*lengths)
@@ -632,8 +639,10 @@ class RequestCache(Closable):
         return request.slot
 
     def _slots(self, requests: Collection[Request]) -> list[int]:
-        """Returns the slots of requests; if all are running, as in every step, one check covers
-        all."""
+        """Returns the slots of requests.
+
+        If all of them are running, as in every step, a single check covers them all.
+        """
         if self._requests.keys() >= set(requests):
             running = State.RUNNING
             slots = [
@@ -666,7 +675,7 @@ class RequestCache(Closable):
     # ---- numbers ---------------------------------------------------------------------------------
 
     def _wanted(self, lengths: Mapping[Request, int]) -> dict[int, int]:
-        """Checks `lengths`; returns the tokens per slot."""
+        """Checks `lengths`; returns the number of tokens of each slot."""
         slots, numbers = self._slots(lengths), list(map(operator.index, lengths.values()))
         longest = self.max_seq_len
         held = [request.length for request in lengths]
@@ -697,10 +706,10 @@ class RequestCache(Closable):
         match: PrefixMatch | None = None,
         needed: int | None = None,
     ) -> Shortage:
-        """Returns the `Shortage` for a call that did not find enough.
+        """Returns the `Shortage` of a call that did not find enough memory or slots.
 
-        The call grows slots to the `wanted` tokens, or makes `count` new requests of `new` tokens
-        that begin with `match`. `needed`: bytes; None: computed from the tokens.
+        The call would have grown slots to the `wanted` tokens, or created `count` requests of `new`
+        tokens that begin with `match`. `needed` is in bytes; None: it is computed from the tokens.
         """
         size = self.cache.memory.for_request
         if needed is None:
@@ -714,7 +723,10 @@ class RequestCache(Closable):
     # ---- the background --------------------------------------------------------------------------
 
     def _alone(self, what: str) -> None:
-        """Raises NotSupported if ranks must agree, for a call whose result depends on timing."""
+        """Raises NotSupported if all ranks must get the same results.
+
+        Called by methods whose result depends on timing.
+        """
         if self.cache.lockstep:
             raise NotSupported(
                 f"{what}: the cache's results must be equal on all ranks",
@@ -755,9 +767,9 @@ class RequestCache(Closable):
         Args:
             what: name of the call.
             request: the request.
-            state: required state of the request when the call runs, as another thread's call may
-                run first.
-            call: is passed the slot; -1 if the request is swapped out.
+            state: the state that the request must have when the call runs; another thread's call
+                may run first.
+            call: the function to call with the request's slot, or with -1 if it is swapped out.
             blockers: returns the blockers to wait for before the call.
         """
         self._alone(what)
@@ -778,7 +790,7 @@ class RequestCache(Closable):
 
         request.calls = (*(one for one in request.calls if not one.over), pending)
         self._background.begin(finish, request, future)
-        if pending not in request.calls:  # dropped by a `_look` before the call was queued
+        if pending not in request.calls:  # a `_look` dropped it before the call was queued
             request.calls = (*request.calls, pending)
         return future
 

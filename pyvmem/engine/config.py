@@ -42,7 +42,7 @@ from pyvmem.plumbing.validation import bounded, expect, invalid, real
 
 __all__ = ["Model", "Policy", "advised", "make_cache"]
 
-_WORKLOAD = 200  # number of synthetic requests for comparing layouts; takes 15 ms
+_WORKLOAD = 200  # number of synthetic requests for comparing layouts, which takes 15 ms
 
 
 @dataclass(frozen=True)
@@ -106,16 +106,16 @@ class Policy:
     """The operator's settings. 0 always means "choose from the model and the machine".
 
     Attributes:
-        max_batch: concurrent requests; a slot costs address space, not memory.
-        max_seq_len: tokens per request; 0: the model's limit.
+        max_batch: maximum number of concurrent requests; a slot costs address space, not memory.
+        max_seq_len: maximum number of tokens per request; 0: the model's limit.
         memory: bytes for keys and values; 0: `memory_share` of the free memory.
         memory_share: fraction of the device's free memory to use (on host, of the memory that this
             process may still allocate, see `Context.memory`). Above 0, at most 1. The remainder is
             for activations and other allocations, so the default is below the 0.9 of
             `KVCacheConfig.memory_limit`, which leaves no room for activations.
-        page_size: bytes; 0: chosen by `advise`.
-        layers_per_tensor: `KVCacheConfig.group_size`; 0: chosen by `advise`.
-        ahead_tokens: `KVCacheConfig.ahead_tokens`.
+        page_size: page size in bytes; 0: chosen by `advise`.
+        layers_per_tensor: as `KVCacheConfig.group_size`; 0: chosen by `advise`.
+        ahead_tokens: as `KVCacheConfig.ahead_tokens`.
         options: further fields of `KVCacheConfig`, which override all of the above.
     """
 
@@ -151,9 +151,11 @@ def advised(model: Model, policy: Policy, info: ContextInfo, memory: int) -> Adv
     Assumes a typical mix of request lengths (`pyvmem.layouts.generate`) that fit a slot.
 
     Args:
-        model: the sliding windows, latents and kinds of its layers are taken into account.
-        policy: its `page_size` and `layers_per_tensor` are kept unless they are 0.
-        info: properties of the back end: its page sizes, and the cost of a map call.
+        model: the model; the sliding windows, latents and kinds of its layers are taken into
+            account.
+        policy: the policy; its `page_size` and `layers_per_tensor` are kept unless they are 0.
+        info: the properties of the back end, which determine the page sizes and the cost of a map
+            call.
         memory: bytes for keys and values.
 
     Raises:
@@ -199,7 +201,7 @@ def make_cache(model: Model, policy: Policy, backend: str = "auto", device: Any 
     It is a `LayeredCache` if the model's layers differ.
 
     Raises:
-        InvalidArgument: a value that the model or the back end does not support. VMemError: as for
+        InvalidArgument: the model or the back end does not support a value. VMemError: as for
             `KVCache`.
     """
     with Context(backend, device=device) as context:  # opened only to query page sizes and memory

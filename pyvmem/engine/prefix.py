@@ -49,7 +49,7 @@ class Namespace:
 
     @property
     def key(self) -> Hashable:
-        """Returns the cache's key for this namespace's prefixes.
+        """The cache's key for this namespace's prefixes.
 
         Raises BadHandle if the namespace is closed.
         """
@@ -58,10 +58,10 @@ class Namespace:
         return Generation(self.name, self.generation)
 
     def close(self) -> None:
-        """Closes the namespace: its prefixes are not matched again and are evicted when memory is
-        short.
+        """Closes the namespace: its prefixes are not matched again. Idempotent.
 
-        Its requests continue, but record nothing more. Idempotent.
+        The prefixes are evicted when memory is short. The namespace's requests continue, but record
+        nothing more.
         """
         self.is_open = False
 
@@ -88,7 +88,7 @@ class Prefix(Scoped):
 
     Returned by `RequestCache.match` and passed to `RequestCache.admit`, which ends the lease if it
     succeeds and keeps it otherwise. The lease of a waiting request holds memory: release it if the
-    request will wait long. Usable as a context manager, which releases it.
+    request will wait long. Leaving a ``with`` block releases it.
 
     Attributes:
         tokens: the whole prompt.
@@ -111,12 +111,14 @@ class Prefix(Scoped):
 
     @property
     def match(self) -> PrefixMatch:
-        """Returns the lease, in the form that `KVCache`'s own calls accept."""
+        """The lease, in the form that `KVCache`'s own calls accept."""
         return self._match
 
     def renew(self) -> None:
-        """Looks the prompt up again: the recorded prefix may have grown, or have shrunk after
-        `release`."""
+        """Looks the prompt up again.
+
+        The recorded prefix may have become longer or, after `release`, shorter.
+        """
         before, self._match = self._match, self._cache.match(self.tokens)
         before.release()
 

@@ -33,18 +33,19 @@ class State(enum.Enum):
 class Request:
     """A request of a `RequestCache`, created and changed only by it.
 
-    Compares by identity, so it can be a dictionary key. It outlives its slot: after swapping out
-    and in, it is the same request in another slot. Once released it has ended for good.
+    Requests compare by identity, so they can be dictionary keys. A request outlives its slot: after
+    being swapped out and in, it is the same request in another slot. Once released, it has ended
+    for good.
 
     Attributes:
         number: increases with every new request of the cache; never reused.
         namespace: where its prefix is looked up and recorded; None: the default namespace.
-        length: number of its rows: tokens whose keys and values are in its slot, or will be written
-            by the work that the engine launches next. For its pages see `RequestCache.capacity`.
-        owner: the slot's owner number (`CacheSlots.owner`) at admission; if it differs now, the
-            slot belongs to another request.
+        length: its number of rows: tokens whose keys and values are in its slot, or will be written
+            by the work that the engine launches next. For its pages, see `RequestCache.capacity`.
+        owner: the owner number (`CacheSlots.owner`) of its slot when it got the slot; if the slot's
+            number differs now, the slot belongs to another request.
         rows: its rows in host memory while it is swapped out.
-        base_state: `state`, ignoring background calls.
+        base_state: its state apart from background calls; never `State.BUSY`.
         calls: its background calls, some of which may have finished.
     """
 
@@ -59,7 +60,7 @@ class Request:
 
     @property
     def state(self) -> State:
-        """See `State`."""
+        """The current state; `State.BUSY` while a background call on the request is unfinished."""
         # read `calls` before base_state: a call sets base_state before it finishes
         busy = self.calls and self.pending
         base = self.base_state
@@ -67,11 +68,11 @@ class Request:
 
     @property
     def slot(self) -> int:
-        """Its index into the cache's tensors: ``cache.k(layer)[request.slot]``.
+        """The request's index into the cache's tensors: ``cache.k(layer)[request.slot]``.
 
         Raises:
-            BadHandle: it has ended. Busy: a background call is using it. InvalidArgument: it is
-                swapped out.
+            BadHandle: the request has ended. Busy: a background call is using it. InvalidArgument:
+                it is swapped out.
         """
         self.require(State.RUNNING)
         slot = self._slot
@@ -88,7 +89,7 @@ class Request:
 
     @property
     def pending(self) -> bool:
-        """True while a background call on it is unfinished."""
+        """True while a background call on the request is unfinished."""
         return not all(one.over for one in self.calls)
 
     def refusal(self, now: State, state: State) -> VMemError:

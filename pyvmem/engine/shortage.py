@@ -10,19 +10,19 @@ __all__ = ["Shortage"]
 
 @dataclass(frozen=True)
 class Shortage:
-    """Reports that memory, slots or mappings are short. The call changed nothing, except that it
-    may have reclaimed idle memory.
+    """Reports that a call did not find enough memory, slots or mappings.
 
-    Calls of `RequestCache` return a `Shortage` instead of raising, so one test works for all:
-    ``isinstance(result, Shortage)``. It is truthy: ``while short := cache.extend(...):`` preempts
-    until there is enough.
+    The call changed nothing, except that it may have reclaimed idle memory. Calls of `RequestCache`
+    return a `Shortage` instead of raising, so one test works for all of them: ``isinstance(result,
+    Shortage)``. A `Shortage` is truthy, so a loop ``while short := cache.extend(...):`` can preempt
+    requests until there is enough.
 
     Attributes:
         needed: bytes that the call needs in addition to the pages that its requests already have.
-        available: bytes that were available to it, including reclaimable memory.
+        available: bytes that were available to the call, including reclaimable memory.
         limit: maximum bytes that the cache may use.
-        largest: bytes that the largest request of the call needs in total.
-        slots: number of slots missing.
+        largest: total bytes that the largest request of the call needs.
+        slots: number of missing slots.
     """
 
     needed: int
@@ -38,17 +38,17 @@ class Shortage:
 
     @property
     def never(self) -> bool:
-        """True if a request needs more than the whole cache, so that preempting others cannot
-        help."""
+        """True if a request needs more than the whole cache: preempting others cannot help."""
         return self.largest > self.limit
 
     @property
     def what(self) -> str:
         """The resource that is short: ``"slots"``, ``"memory"`` or ``"mappings"``.
 
-        ``"mappings"``: by the cache's own accounting there is enough memory, but the driver is out
-        of mappings, another process uses the device's memory, or an earlier `admit` or `prepare`
-        has reserved it. Rarely, pages were freed during the call; then a retry succeeds.
+        ``"mappings"`` means that there is enough memory by the cache's own accounting, but the
+        driver is out of mappings, another process uses the device's memory, or an earlier `admit`
+        or `prepare` has reserved it. Rarely, pages were freed during the call; then a retry
+        succeeds.
         """
         if self.slots:
             return "slots"

@@ -2,9 +2,10 @@
 """The ledger: each engine's share of a device, across one user's processes and containers.
 
 The ledger is a file of fixed size in a private directory of the user, mapped by every engine; there
-is no daemon. An engine has a slot and a lock on the slot's byte, which the kernel drops when the
-process exits for any reason: a process that can take that lock knows that the owner is dead and
-clears the slot. Process ids cannot be compared across containers, so they are not used for this.
+is no daemon. An engine has a slot and holds a lock on the slot's byte, which the kernel releases
+when the process exits for any reason. Another process that finds the byte unlocked knows that the
+owner is dead, and clears the slot. Process ids cannot be compared across containers, so they are
+not used for this.
 
     header   magic, version, capacity, number of asks and gives
     slot     an engine: limit, floor, used, pending, ...; 8-byte words written by the engine itself,
@@ -62,8 +63,10 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 MAX_HANDLES = 475_136
-"""Maximum mappings of all engines of all GPUs together on ``stock``: the driver allows 524,288 per
-machine, and other programs need some."""
+"""Maximum number of mappings of all engines on all GPUs together, on ``stock``.
+
+The driver allows 524,288 per machine, and other programs need some of them.
+"""
 
 _FOLDER = "/dev/shm/vmem-{}"
 _MAGIC = b"VMEMLDG\0"
@@ -131,8 +134,10 @@ def is_off(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def named_folder() -> Path | None:
-    """Returns the directory in ``VMEM_LEDGER``, if any. Raises InvalidArgument for an unknown
-    ``~user``."""
+    """Returns the directory in ``VMEM_LEDGER``, or None.
+
+    Raises InvalidArgument for an unknown ``~user``.
+    """
     return None if is_off() else folder_in("VMEM_LEDGER")
 
 
@@ -163,7 +168,7 @@ def private(folder: Path) -> Path:
 
 
 def device_of(name: str, uuid: str) -> str:
-    """Returns the ledger's name for a device with this name and UUID; ``"host"`` without a UUID.
+    """Returns the ledger's name for a device: its UUID, or ``"host"`` if it has none.
 
     Raises:
         NotSupported: the device is an instance of a GPU in MIG mode. Instances have the GPU's UUID
@@ -208,7 +213,7 @@ def engines_in(folder: Path) -> dict[str, list[EngineInfo]]:
 
 
 def engine_name(text: str, end: str = "") -> str:
-    """Makes a valid engine name from any text: its printable characters, as many as fit."""
+    """Makes a valid engine name: as many printable characters of `text` as fit, then `end`."""
     shown = "".join(char for char in text if char.isprintable()).encode()
     return shown[: _NAME_SIZE - 1 - len(end)].decode(errors="ignore") + end
 
@@ -221,7 +226,7 @@ class EngineInfo:
         name: set by the user; unique among living engines.
         identity: a number below 2**63, unique among engines.
         pid: process id in the engine's own PID namespace.
-        here: True if that is this process's namespace.
+        here: True if `pid` is in this process's namespace.
         limit, floor: the maximum that it may use, and the amount that others must leave for it.
         least: the memory that it needs to run: for vLLM, one request of maximum length; for a
             pyvmem cache, one page per tensor. A lower limit is rejected.
@@ -266,7 +271,8 @@ class EngineInfo:
     def record(self) -> dict[str, Any]:
         """Returns JSON-compatible numbers, under the column names of `vmem top`.
 
-        `hits` is the hit rate, None without queries; `hit_tokens` the number of tokens hit.
+        `hits` is the hit rate, or None if there were no queries; `hit_tokens` is the number of
+        tokens found in the prefix cache.
         """
         renamed = {"name": "engine", "used": "mapped", "want": "short", "hits": "hit_tokens"}
         found = {renamed.get(key, key): value for key, value in asdict(self).items()}
@@ -285,7 +291,7 @@ class Ledger(Closable):
 
     Raises:
         AccessDenied: the directory or the file belongs to another user.
-        InvalidArgument: a capacity that differs from that of the running engines.
+        InvalidArgument: the capacity differs from that of the running engines.
         LedgerError: the ledger is damaged or has another version, or the file system is full.
     """
 
@@ -320,8 +326,10 @@ class Ledger(Closable):
             raise
 
     def _make(self, capacity: int) -> None:
-        """Writes a temporary file, then links it to the ledger's name: no reader sees a partial
-        file."""
+        """Writes a temporary file, then links it to the ledger's name.
+
+        Therefore no reader sees a partial file.
+        """
         part = self.path.with_suffix(f".{secrets.token_hex(6)}")
         try:
             fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -390,7 +398,7 @@ class Ledger(Closable):
             self._let_go()
 
     def __del__(self) -> None:
-        """Closes a ledger without an owner, for example after its budget's constructor raised."""
+        """Closes a ledger that lost its owner, for example if its budget's constructor raised."""
         if hasattr(self, "_map"):
             self._let_go()
 
@@ -409,8 +417,8 @@ class Ledger(Closable):
     def _forked(self) -> None:
         """Closes the file in a forked child, so that the parent's locks do not outlive the parent.
 
-        The mapping also keeps the file open. Another thread may have held the thread lock at the
-        fork.
+        The mapping keeps the file open as well, so it is closed, too. The thread lock is replaced,
+        since another thread may have held it at the fork.
         """
         self._thread_lock = threading.RLock()
         if not self._map.closed:
@@ -420,8 +428,10 @@ class Ledger(Closable):
     # ---- the file --------------------------------------------------------------------------------
 
     def _lock_byte(self, byte: int, kind: int, command: int) -> int:
-        """Locks, unlocks or queries a byte. Returns, for F_OFD_GETLK, the type of the conflicting
-        lock."""
+        """Locks, unlocks or queries a byte.
+
+        For F_OFD_GETLK, returns the type of the conflicting lock.
+        """
         request = _FLOCK.pack(kind, os.SEEK_SET, _LOCKS + byte, 1, 0)
         return int(_FLOCK.unpack(fcntl.fcntl(self._fd, command, request))[0])
 
@@ -478,7 +488,10 @@ class Ledger(Closable):
         return f"engine {name!r} (process {pid})" if name else f"process {pid}"
 
     def total(self, word: str) -> int:
-        """Sums a word over all living engines. The caller holds the lock, unless it is stuck."""
+        """Sums a word over all living engines.
+
+        The caller holds the lock, unless a suspended process does not release it.
+        """
         taken = [slot for slot in range(_SLOTS) if self.word(slot, "state") == _TAKEN]
         return sum(
             self.word(slot, word) for slot in taken if slot == self._mine or self._owned(slot)
@@ -487,8 +500,8 @@ class Ledger(Closable):
     def total_beside(self, word: str, but: str = "") -> int:
         """Sums a word over the engines of other devices with ledgers in the same directory.
 
-        Not atomic: engines of two devices may both read the sum before either adds to it. `but`: a
-        device to leave out.
+        Not atomic: engines of two devices may both read the sum before either adds to it. `but` is
+        a device to leave out.
         """
         total = 0
         for path in self.path.parent.glob("*.ledger"):
@@ -534,13 +547,15 @@ class Ledger(Closable):
     def _owned(self, slot: int) -> bool:
         """Returns true if another living process holds the slot.
 
-        Locks held by this process do not show, so callers check `_mine`.
+        The lock on this object's own slot does not show, so callers check `_mine`.
         """
         return self._lock_byte(1 + slot, fcntl.F_WRLCK, fcntl.F_OFD_GETLK) != fcntl.F_UNLCK
 
     def live(self, mine: int = -1) -> list[int]:
-        """Returns the slots of living engines; clears those of dead engines. The caller holds the
-        lock."""
+        """Returns the slots of living engines and clears those of dead engines.
+
+        The caller holds the lock.
+        """
         found = []
         for slot in range(_SLOTS):
             if self.word(slot, "state") == _FREE:
@@ -600,9 +615,9 @@ class Ledger(Closable):
             host_limit: maximum `host` bytes of the engines of all devices together; 0: unlimited.
 
         Raises:
-            InvalidArgument: the name is in use or not printable; the limit is below the floor; the
-                floors, or `least` plus the others' floors, exceed the capacity; the engines' host
-                memory exceeds its limit.
+            InvalidArgument: the name is in use or not printable; the limit is below the floor; all
+                floors together, or `least` plus the other engines' floors, exceed the capacity; or
+                the engines' host memory exceeds its limit.
             LedgerError: all slots are in use.
         """
         if not name.isprintable() or not 0 < len(name.encode()) < _NAME_SIZE:
@@ -681,8 +696,10 @@ class Ledger(Closable):
 
     @contextlib.contextmanager
     def _joining(self, host: int) -> Iterator[int]:
-        """Yields the host memory of other devices' engines, which cannot grow inside the
-        block."""
+        """Yields the host memory of other devices' engines.
+
+        It cannot grow until the ``with`` block ends.
+        """
         if not host:
             yield 0
             return
@@ -700,7 +717,7 @@ class Ledger(Closable):
             self._mine = -1
 
     def find(self, who: str) -> EngineInfo | None:
-        """Returns the engine with a name or process id; None unless there is exactly one."""
+        """Returns the engine with this name or process id, or None unless exactly one matches."""
         engines = self.engines()
         found = [e for e in engines if e.name == who]
         found = found or [e for e in engines if who.isdigit() and e.pid == int(who) and e.here]
@@ -727,7 +744,7 @@ os.register_at_fork(after_in_child=_close_parents)
 
 
 class Account:
-    """An engine's slot. Thread-safe."""
+    """An engine's slot in the ledger. Thread-safe."""
 
     def __init__(self, ledger: Ledger, slot: int) -> None:
         self.ledger = ledger
@@ -746,7 +763,7 @@ class Account:
     def _change(self, change: Callable[[], None]) -> None:
         """Changes the slot, now or together with the next change that gets the lock.
 
-        So an engine never blocks on a stopped engine that holds the lock.
+        Therefore an engine never blocks on a stopped engine that holds the lock.
         """
         try:
             with self._locked():
@@ -788,7 +805,10 @@ class Account:
         return self._get("used")
 
     def room(self, free: int | None = None) -> int:
-        """Returns how many bytes `take` would grant now; `free`: unused memory of the device."""
+        """Returns how many bytes `take` would grant now.
+
+        `free` is the device's unused memory in bytes; None: it is not taken into account.
+        """
         try:
             with self._locked():
                 return self._room(free)
@@ -826,8 +846,10 @@ class Account:
             return False
 
     def end_pending(self, nbytes: int) -> None:
-        """Marks bytes granted by `take` as no longer pending: they were mapped, or `give` will
-        follow."""
+        """Marks bytes granted by `take` as no longer pending.
+
+        They were mapped, or else `give` will follow.
+        """
         self._change(lambda: self._add("pending", -nbytes))
 
     def settle(self, mapped: int) -> None:
@@ -835,7 +857,7 @@ class Account:
         self._change(lambda: self.ledger.put(self.slot, "pending", self._get("used") - mapped))
 
     def give(self, nbytes: int, handles: int = 0) -> None:
-        """Gives the bytes of unmapped pages back."""
+        """Gives the bytes and driver mappings of unmapped pages back."""
 
         def change() -> None:
             self._add("used", -nbytes)
@@ -875,8 +897,8 @@ class Account:
     def excess(self, free: int | None = None) -> int:
         """Returns the bytes to give back: those above the limit, or those that other engines need.
 
-        For other engines, never more than this engine has above its floor. An engine with room for
-        what it wants does not count as short.
+        For other engines, this engine never gives back more than it has above its floor. An engine
+        that has room for what it wants does not count as short.
         """
         used, asked = self._get("used"), 0
         with contextlib.suppress(LedgerHeld), self._locked():
@@ -943,7 +965,7 @@ class Account:
     def report(self, **values: int) -> None:
         """Writes numbers for `vmem top`, named as in `EngineInfo`.
 
-        Skipped if a stopped process holds the lock.
+        Does nothing if a stopped process holds the lock.
         """
         with contextlib.suppress(LedgerHeld), self._locked():
             self._post(**values)
@@ -956,7 +978,7 @@ class Account:
     def close(self) -> None:
         """Leaves the ledger. Idempotent; does nothing in a forked child."""
         if not self.ledger.closed:
-            # if so, closing the file below releases the slot's lock
+            # If a stopped process holds the lock, closing the file still releases the slot's lock.
             with contextlib.suppress(LedgerHeld):
                 self.ledger.leave(self.slot)
             self.ledger.close()

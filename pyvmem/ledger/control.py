@@ -62,7 +62,7 @@ def unit_of(name: str) -> str:
 
 
 def answer(folder: Path, request: Request) -> Reply:
-    """Answers a request about the engines with ledgers in a directory."""
+    """Answers a request about the engines whose ledgers are in a directory."""
     try:
         return _route(folder, request)
     except _Refused as error:
@@ -104,7 +104,7 @@ def _route(folder: Path, request: Request) -> Reply:
 
 
 def as_json(reading: Mapping[str, list[EngineInfo]]) -> dict[str, list[dict[str, Any]]]:
-    """Converts a reading to JSON-compatible values."""
+    """Converts a result of `engines_in` to JSON-compatible values."""
     return {device: [one.record() for one in some] for device, some in reading.items()}
 
 
@@ -207,7 +207,7 @@ class Control(HTTPServer):
         where, token: as for `HTTPServer`.
 
     Raises:
-        InvalidArgument: TCP without a token.
+        InvalidArgument: `where` is a TCP address, but `token` is empty.
         OSError: as for `HTTPServer`.
     """
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Orders to running engines: limits, floors, and sleep.
 
-An order is written to the engine's slot in the ledger, and the engine reads it within a second. So
-any process of the same user can give orders to any kind of engine.
+An order is written to the engine's slot in the ledger, and the engine reads it within a second.
+Therefore any process of the same user can give orders to any kind of engine.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ def order(
         only_check: raise the errors, but change nothing.
 
     Raises:
-        InvalidArgument: no such engine; a limit below the floor or `least`, or above the device's
-            memory; floors that exceed the device's memory. `op` is the name of the bad argument.
+        InvalidArgument: there is no such engine; the limit is below the floor or `least`, or above
+            the device's memory; or the floors exceed the device's memory. `op` is the name of the
+            bad argument.
         NotSupported: the engine cannot sleep.
     """
     one = ledger.find(who)

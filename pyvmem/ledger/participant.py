@@ -23,7 +23,10 @@ _REPORT_S = 0.25
 
 
 def weakly(method: Callable[[], bool]) -> Callable[[], bool]:
-    """Wraps a bound method, holding its object weakly; returns False once the object is gone."""
+    """Wraps a bound method in a function that holds the method's object weakly.
+
+    The function returns False once the object is gone.
+    """
     known = weakref.WeakMethod(method)
 
     def call() -> bool:
@@ -71,7 +74,10 @@ class Participant(Closable):
         start_new_thread(_run, (tend, self._ended))
 
     def report(self, numbers: Callable[[], dict[str, int]], *, now: bool = False) -> None:
-        """Reports `EngineInfo` numbers for `vmem top`, four times a second or `now`."""
+        """Reports `EngineInfo` numbers for `vmem top`.
+
+        Unless `now` is set, it does so at most four times a second.
+        """
         at = time.monotonic()
         if now or at >= self._reported + _REPORT_S:
             self._reported = at

@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class Announced(Closable):
-    """The entry of a cache or budget in the ledger. Usable as a context manager, which removes it.
+    """The entry of a cache or budget in the ledger. Leaving a ``with`` block removes it.
 
     Attributes:
         name: the name shown by `vmem top`.
@@ -58,7 +58,10 @@ class Announced(Closable):
         return f"<Announced {self.name!r}{', closed' * self._left}>"
 
     def report(self) -> bool:
-        """Writes the numbers, applies a new limit; False once the cache is closed or gone."""
+        """Writes the numbers and applies a new limit.
+
+        Returns false once the cache is closed or gone.
+        """
         return self._tend(now=True)
 
     def _tend(self, *, now: bool) -> bool:
@@ -114,13 +117,15 @@ def _follow(what: KVCache | Budget, limit: int) -> bool:
 
 
 def _lower(set_limit: Callable[[int], None], wanted: int) -> bool:
-    """Sets a limit, or the lowest that is possible now; returns True if it is the requested
-    limit."""
+    """Sets the wanted limit, or else the lowest limit that is possible now.
+
+    Returns True if the wanted limit is set.
+    """
     try:
         set_limit(wanted)
         return True
     except InvalidArgument as error:
-        with contextlib.suppress(InvalidArgument):  # the cache grew in between
+        with contextlib.suppress(InvalidArgument):  # the cache may have grown in the meantime
             set_limit(error.limit)
         return False
 

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: MIT
-"""Memory: contexts, reservations, pages, batches and GPU work, over libvmem."""
+"""Contexts, reservations, pages, batches and GPU work, on top of libvmem."""
 
 __all__: list[str] = []

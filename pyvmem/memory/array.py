@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["VirtualArray", "torch_tensor"]
 
-# DLDeviceType (dlpack.h)
+# Values of DLDeviceType (dlpack.h).
 _CPU, _CUDA = 1, 2
 # Maximum number of dimensions in torch; DLPack itself has no limit.
 _MAX_NDIM: Final = 64
@@ -184,14 +184,20 @@ class VirtualArray:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Version 3. Raises AttributeError on ``host`` and for types that numpy lacks."""
+        """The CUDA array interface, version 3.
+
+        Raises AttributeError on ``host`` and for types that numpy lacks.
+        """
         if self._cpu:
             raise AttributeError("the array is in host memory: it has __array_interface__")
         return {**self._interface(), "stream": None}
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        """Version 3. Raises AttributeError on GPUs and for types that numpy lacks."""
+        """numpy's array interface, version 3.
+
+        Raises AttributeError on GPUs and for types that numpy lacks.
+        """
         if not self._cpu:
             raise AttributeError("the array is in GPU memory: it has __cuda_array_interface__")
         return self._interface()
@@ -218,7 +224,7 @@ class VirtualArray:
 
 
 def _integers(name: str, values: Sequence[int]) -> tuple[int, ...]:
-    """Copies `values` (ints, or objects with ``__index__``), none of which may be negative."""
+    """Converts `values` (ints or objects with ``__index__``, none negative) to a tuple of ints."""
     try:
         numbers = tuple(map(operator.index, values))
     except TypeError:

@@ -49,7 +49,7 @@ _opened: weakref.WeakSet[Context] = weakref.WeakSet()
 
 
 def find_reservation(addr: int) -> Reservation | None:
-    """Returns the open reservation of this process that begins at `addr`."""
+    """Returns this process's open reservation that begins at `addr`, or None."""
     for context in list(_opened):
         for one in list(context._reservations) if context.is_open else ():
             if one.addr == addr and one.is_open:
@@ -71,8 +71,8 @@ class ContextRemains(Remains):
     """Closes a context whose owner was lost.
 
     Attributes:
-        unclaimed: true if the context has handed out nothing, so that it may be closed with its
-            contents. An object that owns its context sets this until its own first call.
+        unclaimed: true if no caller holds anything in the context, so that it may be closed with
+            its contents. An object that owns its context sets this until its own first call.
     """
 
     def __init__(self, owner: Context, made: Outcome) -> None:
@@ -89,7 +89,7 @@ class ContextRemains(Remains):
 
 
 class Context(AddressSpace, Closable):
-    """An open back end. Usable as a context manager, which closes it.
+    """An open back end. Leaving a ``with`` block closes it.
 
     Every method is thread-safe and raises `BadHandle` after `close` and `ForkedProcess` in a forked
     child. A context that is garbage-collected without `close` causes a ResourceWarning and keeps
@@ -106,7 +106,7 @@ class Context(AddressSpace, Closable):
         granule: smallest page in bytes, a power of two; 0 = 64 KiB.
         slab_size: bytes per allocation from the driver, a power of two; 0 = the back end's choice.
         mem_limit: maximum bytes allocated from the driver; 0 = no limit.
-        pool_low: free bytes that the worker keeps ready.
+        pool_low: minimum number of free bytes that the worker thread keeps in the pool.
         pool_high: free bytes above this are returned to the driver immediately. 0 = the back end's
             default: 0 on ``host``; elsewhere 1 GiB, plus memory that was needed in the last half
             second. `pyvmem.KEEP_ALL` = only `trim` returns memory.
@@ -122,7 +122,7 @@ class Context(AddressSpace, Closable):
     Raises:
         BackendUnavailable: the back end cannot be used on this machine; the message says why.
         AccessDenied: the user lacks permission to open a device node.
-        InvalidArgument: the name is unknown, or a size is not a power of two.
+        InvalidArgument: the back end's name is unknown, or a size is not a power of two.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Context(AddressSpace, Closable):
         self._lock = reentrant_lock()
         self._reservations: weakref.WeakSet[Reservation] = weakref.WeakSet()
         self._events = KeptEvents()
-        # tickets garbage-collected before their batches finished
+        # Tickets that were garbage-collected before their batches finished.
         self._forgotten: deque[int] = deque()
         self._warned = False
         end_lost()
@@ -198,7 +198,7 @@ class Context(AddressSpace, Closable):
     """Cleans up the context if its owner is lost."""
 
     def stats(self) -> Stats:
-        """Returns counters and current state."""
+        """Returns the context's counters and current state."""
         return Stats._from_c(_native.get_stats(self.handle))
 
     def memory(self, location: Location = Location.DEVICE, device: Any = 0) -> MemoryInfo:
@@ -206,7 +206,7 @@ class Context(AddressSpace, Closable):
 
         For host memory, including back end "host", this is the machine's available memory, limited
         by the remaining memory of this process's control group and of each of its parents (cgroup
-        version 1 or 2; see `vmem_memory_query` in the manual). Each call queries it anew.
+        version 1 or 2; see `vmem_memory_query` in the manual). The result is not cached.
 
         Args:
             location: as for `create`.
@@ -240,14 +240,14 @@ class Context(AddressSpace, Closable):
                 visible if that fits, else plain, with a `PlainReservationWarning`.
             sparse: unmapped parts read as zeros.
             align: a power of two; 0 = 2 MiB, or the granule if larger.
-            force: make it visible even if it exceeds the card's free memory.
+            force: make it visible even if it exceeds the GPU's free memory.
             large: 2 MiB pages will be mapped in the reservation, in addition to smaller pages.
-            into: the object to initialise as the reservation, for a caller that must hold it before
+            into: the object to initialize as the reservation, for a caller that must hold it before
                 the call; None: create one.
 
         Raises:
             InvalidArgument: the size is 0, unaligned or absurdly large.
-            TooManyMappings: `visible` is set, and the size exceeds the card's free memory.
+            TooManyMappings: `visible` is set, and the size exceeds the GPU's free memory.
             NotSupported: the back end does not support such reservations.
         """
         kind = 0 if visible is None else _VISIBLE if visible else _PLAIN
@@ -311,8 +311,8 @@ class Context(AddressSpace, Closable):
         """Retains the pages of `count` ranges, whose starts are `stride` apart, in one handle.
 
         Range i begins ``i * size`` bytes into the handle, so one `OpBatch.map` of `count` pieces
-        can map all ranges elsewhere. `pages`: the object to initialise as the handle, for a caller
-        that must hold it before the call; None: create one.
+        can map all ranges elsewhere. `pages` is the object to initialize as the handle, for a
+        caller that must hold it before the call; None: create one.
         """
         size, count, stride = map(operator.index, (size, count, stride))
         pages = pages or Pages(self, Outcome(), size * count)
@@ -322,7 +322,7 @@ class Context(AddressSpace, Closable):
     # ---- batches -------------------------------------------------------------------------------
 
     def _ready(self, after: Iterable[Any]) -> tuple[tuple[Any, int], Sequence[Any]]:
-        """Prepares `after` for a blocking C call, like `after_items`; waits for descriptors itself.
+        """Prepares `after` for a blocking C call, as `after_items` does, but waits for descriptors.
 
         The second result must be kept alive until the call returns.
         """
@@ -330,7 +330,7 @@ class Context(AddressSpace, Closable):
             return _native.AFTER_NONE, ()
         after = [*after]
         items, keep = after_items(after, self.cuda_device)
-        wait_after(after, lambda: self.is_open)  # if closed, the C call reports it
+        wait_after(after, lambda: self.is_open)  # the C call reports a closed context
         return items, [keep, after]
 
     def batch(
@@ -343,10 +343,10 @@ class Context(AddressSpace, Closable):
         """Runs the operations atomically, after the work in `after`: maps, then fills, then unmaps.
 
         Args:
-            ops: not changed, and can be used again.
+            ops: the operations; they are not changed and can be used again.
             after: GPU work to wait for first, in this thread (see `pyvmem.memory.streams`).
             outcome: records the result even if an exception interrupts this call.
-            waits: the counter in which this call counts its waits.
+            waits: the counter to which this call adds its wait.
 
         Raises:
             NotGpuWork: an item of `after` does not name GPU work.
@@ -419,12 +419,12 @@ class Context(AddressSpace, Closable):
     # ---- pool ----------------------------------------------------------------------------------
 
     def compact(self, nbytes: int | None = None, after: Iterable[Any] = ()) -> int:
-        """Returns memory to the driver: empty slabs, then slabs at most half used.
+        """Returns memory to the driver: empty slabs first, then slabs that are at most half used.
 
         Pages of partly used slabs are copied to free pages of fuller slabs, which replace them at
         every address and in every `Pages`. Call it only at a safe point: from the end of the work
-        in `after` until it returns, no GPU work may access any mapping of the context. Slabs that
-        an unfinished batch uses are skipped.
+        in `after` until this method returns, no GPU work may access any mapping of the context.
+        Slabs that an unfinished batch uses are skipped.
 
         Args:
             nbytes: minimum bytes to return, if possible; None: as many as possible.
@@ -493,7 +493,7 @@ class Context(AddressSpace, Closable):
 
     def _leave(self) -> None:
         if self._closed or self._pid == os.getpid():
-            self.close()  # does nothing in a forked child, which does not own the context
+            self.close()  # not in a forked child, which does not own the context
 
     def __del__(self, _warn: Any = warnings.warn) -> None:
         if not getattr(self, "_closed", True) and self._pid == os.getpid():

@@ -6,7 +6,8 @@ reservations, which CUDA's own copies reject, or in page-locked host memory. A f
 enough: each keeps 32 KiB of loads in flight, and 8 of them saturate PCIe.
 """
 
-# Triton reads annotations: no `from __future__ import annotations`, none except constexpr.
+# Triton evaluates annotations. Therefore this module does not import them from __future__, and only
+# the constexpr parameters have one.
 import triton
 import triton.language as tl
 
@@ -23,7 +24,7 @@ def copy_pieces(  # type: ignore[no-untyped-def]
 ):
     """Copies `count` pieces. `pieces` holds all sources, then destinations, then lengths in bytes.
 
-    WIDE requires all of these to be multiples of 16, and copies words in pairs.
+    With WIDE, all of these must be multiples of 16, and the kernel copies pairs of 64-bit words.
     """
     piece = tl.program_id(0)
     lane = tl.arange(0, STEP)
@@ -34,7 +35,7 @@ def copy_pieces(  # type: ignore[no-untyped-def]
         if WIDE:
             source = tl.multiple_of(from_addr.to(tl.pointer_type(tl.int64)), 16)
             target = tl.multiple_of(to_addr.to(tl.pointer_type(tl.int64)), 16)
-            end = tl.multiple_of(length // 16 * 2, 2)  # the mask is equal within a pair
+            end = tl.multiple_of(length // 16 * 2, 2)  # both words of a pair have the same mask
         else:
             source = from_addr.to(tl.pointer_type(tl.int8))
             target = to_addr.to(tl.pointer_type(tl.int8))

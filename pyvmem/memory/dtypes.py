@@ -12,7 +12,7 @@ from pyvmem import _native
 
 __all__ = ["DType", "find_dtype"]
 
-# DLDataTypeCode (dlpack.h 1.1)
+# Values of DLDataTypeCode (dlpack.h 1.1).
 _INT, _UINT, _FLOAT, _BFLOAT, _COMPLEX, _BOOL = 0, 1, 2, 4, 5, 6
 
 
@@ -22,9 +22,9 @@ class DType:
 
     Attributes:
         name: the type's name in torch and numpy.
-        itemsize: bytes of one element.
+        itemsize: bytes per element.
         code: DLPack's type code.
-        typestr: numpy's array-interface string; None if numpy lacks the type.
+        typestr: type string of numpy's array interface; None if numpy lacks the type.
     """
 
     name: str

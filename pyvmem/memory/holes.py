@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Turns reads of unmapped rows on the ``host`` back end into `NotMapped` instead of a crash.
+"""Makes a read of an unmapped row on the ``host`` back end raise `NotMapped` instead of crashing.
 
 The SIGSEGV handler (`_holes.c`) lets such a read return zeros; the interpreter then calls `tell` in
 the main thread. If a Python thread has read a hole, the exception is raised in that thread, at its
@@ -35,7 +35,9 @@ _log = logging.getLogger(__name__)
 
 
 def tell() -> None:
-    """Raises for a hole that the main thread has read; makes other threads raise for their holes.
+    """Raises an error for a hole that the main thread has read.
+
+    Makes each other Python thread that has read a hole raise the error itself.
 
     Raises:
         NotMapped: the main thread, or a native thread, has read a hole.
@@ -65,7 +67,10 @@ def _unseen(frame: FrameType | None) -> bool:
 
 
 def _leave(thread: int, read: Any) -> None:
-    """Raises in another thread. It may still be reading, so the hole keeps reading as zeros."""
+    """Makes another thread raise `NotMapped`.
+
+    That thread may still be reading, so the hole reads as zeros until the exception is raised.
+    """
     text, fields = _text(read), _fields(read)
 
     class Later(NotMapped):
@@ -99,7 +104,10 @@ def _text(read: Any) -> str:
 
 
 def _element(arrays: Sequence[VirtualArray], offset: int) -> str:
-    """Describes the element, of the first array that has one, at this byte of the reservation."""
+    """Describes the element at this byte of the reservation, in the first array that has one.
+
+    Returns "" if no array has an element there.
+    """
     for array in arrays:
         index = array.index_of(offset)
         if index is not None:

@@ -6,7 +6,8 @@ Used by vLLM's KV offloading on the pool and by `KVCache.swap_out`.
     StreamCopies   on a GPU: a Triton kernel on its own stream, which accepts plain addresses
     ThreadCopies   on the CPU: memcpy in its own thread
 
-An object's copies run in the order in which they are started, after the steps launched before them.
+The copies of one object run in the order in which they are started, after the steps launched before
+them.
 If the kernel or the memcpy cannot be started, libvmem's staged copies are used, which are slow but
 need no device memory.
 """
@@ -43,9 +44,9 @@ __all__ = [
     "split",
 ]
 
-THREAD_BLOCKS = 8  # as fast as 64 on an H100, and leaves 124 multiprocessors to the model
+THREAD_BLOCKS = 8  # as fast as 64 on an H100; leaves 124 multiprocessors to the model
 _PART = 64 << 10  # maximum bytes that a thread block copies at a time
-_REGISTERED = 64 << 30  # maximum bytes page-locked per call, since drivers have limits
+_REGISTERED = 64 << 30  # maximum bytes to page-lock per call, since drivers limit it
 _PORTABLE_AND_MAPPED = 3
 
 log = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class Pieces:
     Args:
         device: addresses in KV tensors.
         host: addresses in host memory.
-        sizes: bytes of each piece.
+        sizes: size of each piece in bytes.
     """
 
     def __init__(self, device: Any, host: Any, sizes: Any) -> None:
@@ -85,7 +86,7 @@ class HostMemory:
 
     Args:
         nbytes: number of bytes, more than 0.
-        locked: page-lock it, so that kernels of all CUDA devices can access it.
+        locked: page-lock the memory, so that kernels on all CUDA devices can access it.
         memory: existing memory of `nbytes` bytes to use; None: allocate memory.
 
     Raises:
@@ -119,7 +120,7 @@ class HostMemory:
 
 
 def _register(addr: int, size: int) -> str:
-    """Page-locks memory; returns the error message, "" on success."""
+    """Page-locks memory. Returns the error message, or "" on success."""
     import torch
 
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -135,7 +136,7 @@ def _give_back(view: list[Any], memory: mmap.mmap, registered: list[int]) -> Non
         for addr in registered:
             runtime.cudaHostUnregister(addr)
     view.clear()
-    with contextlib.suppress(BufferError):  # a view is still in use
+    with contextlib.suppress(BufferError):  # raised if a view of the memory is still in use
         memory.close()
 
 
@@ -163,10 +164,10 @@ class Copies(Protocol):
     """Starts copies in one direction."""
 
     def now(self) -> Any:
-        """Returns the work launched so far, to pass to `start`; None if none has to be awaited."""
+        """Returns the work launched so far, to pass to `start`; None if no wait is needed."""
 
     def start(self, pieces: Pieces, after: Any = None) -> Copy:
-        """Starts a copy that runs after all earlier copies and after given work.
+        """Starts a copy that runs after all earlier copies and after the given work.
 
         Args:
             pieces: the pieces to copy.
@@ -216,11 +217,13 @@ class _Threaded(Copy):
 
 
 class ThreadCopies:
-    """Copies with memcpy in a thread. Waits for no step, as CPU steps are complete on return.
+    """Copies with memcpy in a thread.
+
+    Copies need not wait for steps, since a step on the CPU is complete when it returns.
 
     Args:
         context: context of the KV tensors.
-        to_host: copy to host memory; False: from host memory.
+        to_host: True: copy to host memory; False: copy from it.
     """
 
     def __init__(self, context: Context, to_host: bool) -> None:
@@ -282,7 +285,7 @@ class _Streamed(Copy):
     def __init__(self, nbytes: int, begin: Any, end: Any, kept: Any) -> None:
         super().__init__(nbytes)
         self._begin, self._end = begin, end
-        self._kept = kept  # the pieces' descriptors, which the kernel reads
+        self._kept = kept  # pinned descriptors of the pieces, which are copied to the device
 
     def ready(self) -> bool:
         return bool(self._end.query())
@@ -299,11 +302,11 @@ class StreamCopies:
 
     Args:
         context: context of the KV tensors.
-        to_host: copy to host memory; False: from host memory.
+        to_host: True: copy to host memory; False: copy from it.
         device: a torch device.
         thread_blocks: number of thread blocks of the kernel.
-        after_current: copies wait for the work on torch's current stream; False: they do not, as
-            the caller has already waited.
+        after_current: whether copies wait for the work on torch's current stream; False if the
+            caller has already waited.
 
     Raises:
         ImportError: Triton is not installed.
@@ -353,7 +356,7 @@ class StreamCopies:
         kept: Any = None
         try:
             kept = self._launch(split(pieces), 16)
-        except RuntimeError as error:  # includes torch's OutOfMemoryError
+        except RuntimeError as error:  # torch's OutOfMemoryError is one, too
             log.warning("vmem: falling back to libvmem for a copy: %s", str(error))
             self.stream.synchronize()
             by_library(self._context, pieces, self._to_host)
@@ -421,7 +424,7 @@ def has_kernel(context: Context) -> bool:
 def copy_now(context: Context, to_host: bool, pieces: Pieces) -> bool:
     """Copies from or to page-locked memory with the kernel, synchronously.
 
-    Returns false, with nothing copied, if the kernel cannot run: the context is on the CPU, torch
+    Returns false, and copies nothing, if the kernel cannot run: the context is on the CPU, torch
     lacks CUDA, or Triton is missing.
     """
     number = context.cuda_device

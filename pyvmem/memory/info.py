@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Enumerations and frozen records that describe contexts, ranges and handles.
 
-The values of vmem.h come from the compiler. Sizes are in bytes; addresses are device virtual
-addresses (pointers on ``host``).
+The compiler provides the values of the constants in vmem.h. Sizes are in bytes; addresses are
+device virtual addresses (pointers on ``host``).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Location(enum.IntEnum):
 
 
 class RangeFlags(enum.Flag):
-    """The state of an address."""
+    """Flags that describe the state of an address."""
 
     MAPPED = _c("VMEM_RANGE_MAPPED")
     READONLY = _c("VMEM_RANGE_READONLY")
@@ -195,7 +195,7 @@ _STATS_FIELDS = tuple(Stats.__dataclass_fields__)
 
 @dataclass(frozen=True)
 class MemoryInfo:
-    """Describes a location's physical memory at this time (struct vmem_memory_info).
+    """Describes the physical memory at a location at one point in time (struct vmem_memory_info).
 
     Attributes:
         free_bytes: bytes that the context can still allocate from the driver within its
@@ -216,7 +216,7 @@ class RangeInfo:
         base: the reservation's first address.
         nbytes: length of the reservation.
         mapped_bytes: bytes mapped in the reservation.
-        segments: number of pieces in the reservation, as the back end sees them.
+        segments: number of contiguous pieces in the reservation, as the back end sees them.
         run_bytes: length, from the start of the address's granule, of the physically contiguous
             range in the same state.
         flags: state of the address.

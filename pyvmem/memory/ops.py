@@ -15,8 +15,8 @@ from pyvmem.plumbing.validation import expect
 
 __all__ = ["OpBatch"]
 
-# struct vmem_op. One pack_into is three times faster than twelve field assignments through cffi.
-# `_check_layout` compares the layout with the compiler's.
+# The fields of struct vmem_op. One pack_into is three times faster than field assignments by cffi.
+# `_check_layout` compares this layout with the compiler's.
 _FIELDS: Final = (
     *("op", "flags", "addr", "bytes", "count", "stride"),
     *("handle", "offset", "location", "device", "page_size", "value"),
@@ -96,11 +96,11 @@ class OpBatch:
 
     @property
     def array(self) -> Any:
-        """The struct vmem_op[] with `capacity` items, for C code that fills it; see `wrote`."""
+        """The struct vmem_op[] of `capacity` items, for C code that fills it; see `wrote`."""
         return self._array
 
     def wrote(self, count: int) -> None:
-        """Sets the number of operations to `count`, which C has written; none may consume pages."""
+        """Sets the number of operations that C has written to `array`; none may consume pages."""
         end = operator.index(count) * OP_BYTES
         if not 0 <= end <= self._limit:
             _native.fail(
@@ -135,8 +135,8 @@ class OpBatch:
         """Maps, for each i, the pages at ``offset + i * offset_stride`` at ``addr + i * stride``.
 
         Args:
-            addr: first address, a multiple of the pages' page size, like `size` and `offset`.
-            size: bytes of one piece.
+            addr: first address; like `size` and `offset`, a multiple of the pages' page size.
+            size: bytes per piece.
             pages: pages to map.
             offset: first byte within `pages`.
             count: number of pieces.
@@ -193,11 +193,11 @@ class OpBatch:
         copy_stride: int = 0,
         copy_bytes: int = 0,
     ) -> None:
-        """Maps new pages for every piece, owned only by the mapping.
+        """Maps new pages for every piece. Only the mapping owns them.
 
         Args:
-            addr: first address, a multiple of the page size, like `size`.
-            size: bytes of one piece.
+            addr: first address; like `size`, a multiple of the page size.
+            size: bytes per piece.
             count: number of pieces.
             stride: bytes between the starts of pieces.
             page_size: in bytes; 0 = the context's granule.
@@ -205,8 +205,9 @@ class OpBatch:
             spread: place each run in its own 2 MiB chunk, as long as there are empty chunks.
             location: a `Location`.
             device: CUDA ordinal for `Location.PEER`.
-            copy_from: initialise the new pages from this mapped address, which need not be aligned,
-                instead of with zeros. Unmapping it before the batch is finished raises `Busy`.
+            copy_from: mapped address from which the new pages are initialized, instead of with
+                zeros; it need not be aligned. Unmapping it before the batch is finished raises
+                `Busy`.
             copy_stride: bytes between the pieces' sources; 0: all pieces copy the same source.
             copy_bytes: bytes copied per piece; the remaining bytes are zeroed. 0: the entire piece.
         """
@@ -241,7 +242,7 @@ class OpBatch:
         holes: bool = False,
         split: bool = False,
     ) -> None:
-        """Unmaps every piece. Unless `holes`, all of the pieces must be mapped.
+        """Unmaps every piece. Unless `holes` is set, every piece must be fully mapped.
 
         With `split`, splits large entries that a piece covers partly: no GPU work may access any
         part of such an entry's 2 MiB until the batch is finished. Without `split`, such a piece
@@ -266,8 +267,8 @@ class OpBatch:
     ) -> None:
         """Remaps every piece with the fewest driver calls and entries, as `Context.join` does.
 
-        Unless `holes`, all of the pieces must be mapped before the batch. No GPU work may access
-        them until the batch is finished.
+        Unless `holes` is set, every piece must be fully mapped before the batch. No GPU work may
+        access the pieces until the batch is finished.
         """
         end = self._end
         if end == self._limit:
@@ -319,7 +320,7 @@ class OpBatch:
 
 
 def _bad_number(error: Exception, **values: int) -> NoReturn:
-    """Raises an error that names the value that is not an unsigned 64-bit int."""
+    """Raises an error that names the first value that is not an unsigned 64-bit integer."""
     for name, value in values.items():
         if not isinstance(value, int):
             raise TypeError(f"{name}: expected int, not {value!r}") from error

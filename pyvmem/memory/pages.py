@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Handles in a context: physical pages, and tickets of submitted batches."""
+"""Handles to physical pages, and tickets of submitted batches."""
 
 from __future__ import annotations
 
@@ -106,12 +106,12 @@ class Pages(Scoped):
         """Drops the reference to parts of the pages: `count` pieces, the first at `offset`.
 
         Pages without other references return to the pool; the remaining pages keep their offsets.
-        The handle itself is valid until it is dropped.
+        The handle itself remains valid until it is dropped.
 
         Args:
-            offset: offset of the first piece, a multiple of the page size, like `size` and
-                `stride`.
-            size: bytes of one piece.
+            offset: offset of the first piece; like `size` and `stride`, a multiple of the page
+                size.
+            size: bytes per piece.
             count: number of pieces.
             stride: bytes between the starts of pieces.
             outcome: records the result even if an exception interrupts this call.
@@ -179,7 +179,7 @@ class Ticket:
         """Waits until the batch has finished, including its fills.
 
         Args:
-            timeout: seconds; None: no limit; 0 or less: poll.
+            timeout: maximum time in seconds; None: no limit; 0 or less: polls once.
 
         Raises:
             Timeout: the batch did not finish in time.
@@ -203,7 +203,7 @@ class Ticket:
     def _ask(self, timeout_ns: int) -> bool:
         """Waits up to `timeout_ns`; returns true if the result is known.
 
-        May be repeated if interrupted.
+        If an exception interrupts it, it may be called again.
         """
         if self._result is None:
             try:
@@ -216,7 +216,7 @@ class Ticket:
                     for pages in self._consumed:
                         pages._done = False
                     self._result = error.with_traceback(None)
-                elif self._result is None:  # otherwise another thread was faster
+                elif self._result is None:  # otherwise, another thread has read the result
                     raise
         if not self._dropped:
             self._drop()
@@ -243,7 +243,7 @@ class Ticket:
 
         Args:
             stream: a stream as in ``after``; None: the current stream. For an event, which cannot
-                wait, and on ``host``, this is the same as `wait`.
+                wait, and on ``host``, this method does the same as `wait`.
 
         Raises:
             NotGpuWork: `stream` is neither a stream nor an event.

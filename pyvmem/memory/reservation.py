@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A reservation: a range of addresses, and the tensors over it."""
+"""Reservations: ranges of virtual addresses, and the tensors over them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,14 @@ _UNMAP = _native.constant("VMEM_FREE_UNMAP")
 
 
 class PlainReservationWarning(UserWarning):
-    """A plain reservation was created, as no visible one fits: CUDA's own copies reject it."""
+    """Warns that a reservation is plain, because a visible one does not fit.
+
+    CUDA's own copies reject plain addresses.
+    """
 
 
 def warn_plain(size: int) -> None:
-    """Warns the caller of `Context.reserve`."""
+    """Warns the caller of `Context.reserve` that the reservation is plain."""
     warnings.warn(
         f"{size} bytes were reserved plain: visible reservations together must stay below "
         "the card's free memory. CUDA's kernels, DLPack, index_copy_ and strided copies work; "
@@ -69,7 +72,7 @@ class Reservation(Closable):
 
     _info: RangeInfo
 
-    addr: int = property(  # type: ignore[assignment]  # as `Pages.handle`: steps read it
+    addr: int = property(  # type: ignore[assignment]  # an attrgetter is fast; every step uses it
         attrgetter("_outcome.cell.value"),
         doc="The first address; 0 before the addresses are reserved.",
     )
@@ -81,7 +84,7 @@ class Reservation(Closable):
         self._closed = self._closing = False
         self._context = context
         self._freed = Outcome()
-        self._arrays = weakref.WeakValueDictionary[int, VirtualArray]()  # by id
+        self._arrays = weakref.WeakValueDictionary[int, VirtualArray]()  # keyed by id
 
     @property
     def context(self) -> Context:
@@ -116,11 +119,11 @@ class Reservation(Closable):
         return sum(one() is not None for one in self._arrays.valuerefs())
 
     def arrays(self) -> list[VirtualArray]:
-        """The live arrays, oldest first."""
+        """Returns the live arrays, oldest first."""
         return [array for one in self._arrays.valuerefs() if (array := one()) is not None]
 
     def _at(self, offset: int, size: int, op: str) -> int:
-        """Returns the address at `offset`; raises unless `size` bytes from there are inside."""
+        """Returns the address at `offset`; raises if `size` bytes from there are out of range."""
         if self._closed or self._closing:
             self._raise_closed(op)
         offset, size = operator.index(offset), operator.index(size)
@@ -160,7 +163,7 @@ class Reservation(Closable):
         self._context.unmap(self._at(offset, size, "vMemUnmap"), size)
 
     def join(self, offset: int = 0, size: int | None = None) -> int:
-        """Remaps pages that were mapped one by one as one piece; see `Context.join`."""
+        """Remaps pages that were mapped one by one, as one mapping per run; see `Context.join`."""
         length = self.nbytes - offset if size is None else size
         return self._context.join(self._at(offset, length, "vmem_join"), length)
 
@@ -174,11 +177,11 @@ class Reservation(Closable):
         self._context.write(self._at(offset, size, "vmem_write"), data)
 
     def fill(self, offset: int, size: int, value: int = 0) -> None:
-        """Fills a range with a byte value."""
+        """Fills a range with the byte `value`."""
         self._context.fill(self._at(offset, size, "vmem_fill"), size, value)
 
     def query(self, offset: int = 0) -> RangeInfo:
-        """Returns the state at an offset."""
+        """Returns the state of the address at an offset."""
         return self._context.query(self._at(offset, 1, "vmem_range_query"))
 
     # ---- tensors -------------------------------------------------------------------------------
@@ -233,7 +236,7 @@ class Reservation(Closable):
         return torch_tensor(self.array(shape, dtype, strides, offset))
 
     def buffer(self, offset: int = 0, nbytes: int | None = None) -> memoryview:
-        """Returns a writable memoryview of bytes; only on ``host``, as the CPU must have access.
+        """Returns a writable memoryview of the bytes. Works only on ``host``.
 
         Raises:
             NotSupported: the CPU cannot reach this back end's memory.
@@ -287,8 +290,8 @@ class Reservation(Closable):
                 )
         flags = _UNMAP if unmap else 0
         try:
-            # Only one thread at a time may free: `outcome` says whether the reservation is already
-            # freed.
+            # Only one thread at a time may call this: `outcome` says whether the reservation is
+            # already freed.
             with self._ending:
                 _native.free(self._context.handle, self.addr, flags, outcome=outcome)
         except VMemError:
@@ -316,6 +319,6 @@ class Reservation(Closable):
             _warn(f"reservation never closed: {self!r}", ResourceWarning, source=self)
 
     def __repr__(self) -> str:
-        known = hasattr(self, "_info")  # absent until it is reserved
+        known = hasattr(self, "_info")  # absent until the addresses are reserved
         length = f"{self.nbytes} bytes" if known else "length not known"
         return f"<Reservation {self.addr:#x}, {length}>"

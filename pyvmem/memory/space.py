@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The methods of a context that take addresses: mapping, contents, the pool, checks."""
+"""The methods of a context that map memory, access it, manage the pool and run checks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LARGE_READ = 64 << 20
 
 
 class AddressSpace:
-    """The methods of `Context` that need only libvmem's context handle."""
+    """The methods of `Context` that need nothing but libvmem's context handle."""
 
     handle: int
     """libvmem's context (vmem_t)."""
@@ -37,17 +37,18 @@ class AddressSpace:
         """Maps ``pages[offset:offset + size]`` at `addr`, for every device of the context.
 
         Raises:
-            AlreadyMapped, NotReserved, OutOfRange, BadHandle, InvalidArgument: the arguments do not
-                fit; nothing changed.
+            AlreadyMapped, NotReserved, OutOfRange, BadHandle, InvalidArgument: the pages cannot be
+                mapped there; nothing changed.
         """
         expect("pages", pages, Pages)
         flags = _MAP_READONLY if readonly else 0
         _native.map(self.handle, addr, size, pages.handle, offset, flags)
 
     def unmap(self, addr: int, size: int) -> None:
-        """Unmaps a range, which must be fully mapped. It may cut mappings, but not large entries.
+        """Unmaps a range, which must be fully mapped.
 
-        No unfinished GPU work may access it; `batch` and `submit` can wait for such work.
+        The range may cover part of a mapping, but not part of a large entry. No unfinished GPU work
+        may access it; `batch` and `submit` can wait for such work.
         """
         _native.unmap(self.handle, addr, size)
 
@@ -95,7 +96,7 @@ class AddressSpace:
         _native.write(self.handle, addr, buffer, len(buffer))
 
     def copy(self, dst: int, src: int, size: int) -> None:
-        """Copies within the context. The copy is complete on return."""
+        """Copies `size` bytes within the context. The copy is complete on return."""
         _native.copy(self.handle, dst, src, size)
 
     def fill(self, addr: int, size: int, value: int = 0) -> None:
@@ -109,15 +110,21 @@ class AddressSpace:
         _native.warm(self.handle, whole("nbytes", nbytes))
 
     def trim(self, keep: int = 0) -> int:
-        """Gives empty slabs back to the driver, keeping `keep` bytes free. Returns their bytes."""
+        """Returns empty slabs to the driver while at least `keep` free bytes remain in the pool.
+
+        Returns the number of bytes given back.
+        """
         return _native.trim(self.handle, whole("keep", keep))
 
     def join(self, addr: int, size: int) -> int:
-        """Remaps as one piece each run mapped page by page. Returns the number of driver calls.
+        """Remaps each run that was mapped page by page as one mapping.
 
         If the context has `large_entries`, each complete 2 MiB block is mapped by a large entry.
         Call it only at a safe point: no GPU work may access the range. `OpBatch.join` does the same
         as part of a batch, ordered after other work.
+
+        Returns:
+            The number of driver calls.
         """
         return _native.join(self.handle, addr, operator.index(size))
 
@@ -137,8 +144,8 @@ class AddressSpace:
         """Makes driver calls of these kinds fail: `skip` calls pass, then `count` calls fail.
 
         Args:
-            kinds: the calls to fail.
-            skip: number of calls that pass.
+            kinds: the kinds of calls to fail.
+            skip: number of calls that pass first.
             count: number of calls that fail; 0 stops the injection.
             error: positive errno with which the calls fail.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Converts GPU work and devices of other libraries for libvmem.
+"""Converts other libraries' streams, events and devices for libvmem.
 
 Objects that name GPU work, accepted as ``stream`` and ``after`` arguments:
 
@@ -8,7 +8,7 @@ Objects that name GPU work, accepted as ``stream`` and ``after`` arguments:
     torch.cuda.Event, cuda.core Event                    the work before the event was recorded
     FdEvent                                              work until its descriptor polls readable
 
-`work_of` alone classifies them and rejects everything else. The caller must not record an event
+Only `work_of` classifies these objects; it rejects all others. The caller must not record an event
 again before its work is complete, as the event would then represent other work.
 
 CUDA graphs: a stream that is being captured has no work to wait for, and cannot be made to wait for
@@ -16,7 +16,7 @@ work outside the capture. Calls that would need either are rejected (InvalidArgu
 capture continues. Therefore call a cache before or after a capture, not within it. Querying whether
 work is complete is allowed during a capture in any thread and mode (`relaxed`).
 
-This module does not import torch or cuda.core: their objects exist only if they are loaded.
+This module does not import torch or cuda.core: whoever passes their objects has imported them.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ _FD: Final = _native.constant("VMEM_AFTER_FD")
 
 
 class FdEvent(Closable):
-    """Work that is finished when a descriptor (eventfd, sync_file, pipe) polls readable.
+    """Represents work that is finished once a descriptor (eventfd, sync_file, pipe) polls readable.
 
-    Works on every back end; on ``host`` it represents GPU work. The caller owns the descriptor;
-    libvmem duplicates it before waiting, so it may be closed right after a call.
+    It works on every back end, and stands in for GPU work on ``host``. The caller owns the
+    descriptor; libvmem duplicates it before waiting, so it may be closed right after a call.
     """
 
     __slots__ = ("_own", "fd")
@@ -86,7 +86,7 @@ class FdEvent(Closable):
 
     @classmethod
     def create(cls) -> FdEvent:
-        """Creates an eventfd that polls readable after `set`; it is closed with the object."""
+        """Creates an eventfd that polls readable after `set`. The object owns and closes it."""
         event = cls(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
         event._own = True
         return event
@@ -98,7 +98,7 @@ class FdEvent(Closable):
     def close(self) -> None:
         """Closes the descriptor if `create` opened it. Idempotent."""
         if self._own:
-            self._own, fd, self.fd = False, self.fd, -1  # cleared first: the number may be reused
+            self._own, fd, self.fd = False, self.fd, -1  # clear it first: its number may be reused
             os.close(fd)
 
     def __del__(self, _close: Any = os.close) -> None:
@@ -117,7 +117,10 @@ class _CurrentStream:
 
 
 CurrentStream: Final = _CurrentStream()
-"""torch's current stream on the context's device at the time of the call; nothing on ``host``."""
+"""Stands for torch's current stream on the context's device when the call is made.
+
+On ``host``, it stands for no work.
+"""
 
 
 class KeptEvents:
@@ -194,7 +197,7 @@ def _current_device(kind: str) -> int:
 
 
 class Kind(enum.Enum):
-    """The kind of object that names GPU work."""
+    """The kinds of objects that name GPU work."""
 
     CURRENT = enum.auto()
     STREAM = enum.auto()
@@ -224,7 +227,7 @@ class Work(NamedTuple):
 
 
 _CURRENT: Final = Work(Kind.CURRENT, "torch", 0, CurrentStream)
-_SLICE_MS: Final = 100  # length of a slice of a wait
+_SLICE_MS: Final = 100  # interval between checks during a wait
 _LEGACY: Final = 1  # CU_STREAM_LEGACY, another name for stream 0
 
 
@@ -237,7 +240,7 @@ def work_of(given: Any, what: str = "stream") -> Work:
 
     Raises:
         NotGpuWork: the object is not in that list. Raised on ``host``, too.
-        InvalidArgument: an `FdEvent` has a negative or too large descriptor.
+        InvalidArgument: the descriptor of an `FdEvent` is negative or too large.
     """
     if given is None or given is CurrentStream:
         return _CURRENT
@@ -279,7 +282,7 @@ def _is_core(given: Any) -> bool:
 
 
 def _protocol_handle(given: Any, answer: Any, what: str) -> int:
-    """Returns the CUstream in a result of ``__cuda_stream__``: (protocol version, handle)."""
+    """Returns the CUstream from the pair (protocol version, handle) of ``__cuda_stream__``."""
     if isinstance(answer, tuple) and len(answer) >= 2 and answer[0] == 0 and _is_handle(answer[1]):
         return int(answer[1])
     raise _refusal(given, what, f"; its __cuda_stream__() is {answer!r:.60}, not (0, handle)")
@@ -299,7 +302,8 @@ def stream_handle(stream: Any, device: int | None) -> int:
     Args:
         stream: a torch.cuda.Stream, a cuda.core Stream or anything with ``__cuda_stream__``;
             `CurrentStream` or None: the current stream.
-        device: CUDA ordinal for the current stream; None: ``host``, where every stream is 0.
+        device: CUDA ordinal of the device whose current stream is meant; None on ``host``, where
+            the handle is always 0.
 
     Raises:
         NotGpuWork: `stream` is not a stream; events are rejected, too.
@@ -318,7 +322,7 @@ def stream_handle(stream: Any, device: int | None) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream)
 
 
-# torch, once known to have CUDA; is_available() queries the driver on each call
+# The torch module, once it is known to have CUDA: is_available() queries the driver on each call.
 _with_cuda: Any = None
 
 
@@ -423,9 +427,9 @@ def wait_readable(fd: int, wanted: Callable[[], bool] = lambda: True) -> None:
 
 
 def wait_after(after: Iterable[Any], wanted: Callable[[], bool]) -> None:
-    """Waits for the descriptors in an ``after`` argument before a C call that would wait for them.
+    """Waits for the descriptors in an ``after`` argument, so that the next C call need not.
 
-    A signal could not interrupt that call. `wanted` is as for `wait_readable`.
+    A signal could not interrupt the C call. `wanted` is as for `wait_readable`.
     """
     works = [work_of(item, "after") for item in after]
     for work in works:
