@@ -81,7 +81,7 @@ def _size(row: Row) -> str:
 
 
 def _rows(rows: Sequence[Row]) -> str:
-    """Returns the rows of a part: times with their spread, and single numbers."""
+    """Returns a table of a part's rows: times with their percentiles, and single numbers."""
     heads = ("what", "system", "page", "unit", "median or value", "p90", "p99", "note")
     return _table(
         heads,
@@ -208,7 +208,7 @@ def _aim(aim: Document) -> tuple[Any, ...]:
 
 
 def _where(machine: Document) -> str:
-    """Describes the machine in a line."""
+    """Describes the machine in one line."""
     gpu = machine.get("gpu")
     words = [f"{gpu}, driver {machine.get('driver')}" if gpu else "no GPU"]
     words += [str(machine[key]) for key in ("cpu", "kernel") if machine.get(key)]
@@ -216,7 +216,7 @@ def _where(machine: Document) -> str:
 
 
 def _parts(document: Document) -> Iterable[str]:
-    """Formats a benchmark's parts and the rows not measured."""
+    """Formats a benchmark's aims and parts, and the rows that were not measured."""
     aims = [one for one in document.get("aims", []) if one.get("value") is not None]
     if aims:
         yield "<h2>In short</h2>"
@@ -258,7 +258,7 @@ def page(document: Document, command: str, name: str = "result.json") -> str:
     """Returns a run as an HTML page.
 
     Args:
-        document: the run's JSON document, of a benchmark or the self-test.
+        document: the JSON document of a run of a benchmark or the self-test.
         command: the command line that ran it.
         name: the file name under which the page offers the JSON.
     """
