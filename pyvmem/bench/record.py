@@ -146,7 +146,7 @@ class Book:
         self._open: list[tuple[tuple[str, str, str], Samples, dict[str, Any]]] = []
 
     def samples(self, row: str, what: str, system: str, **fields: Any) -> Samples:
-        """Opens a row, with the fields of `Part.time`; returns its samples for the caller to fill."""
+        """Opens a row and returns its samples, which the caller fills; see `Part.time`."""
         samples = Samples()
         self._open.append(((row, what, system), samples, fields))
         return samples

@@ -30,7 +30,7 @@ def warn(log: logging.Logger, cause: str, text: str, *args: object) -> None:
     Args:
         log: the logger.
         cause: one of a few fixed names, not one per object.
-        text: with its `args`, as for `logging.Logger.warning`.
+        text, args: the message, as for `logging.Logger.warning`.
     """
     if not log.isEnabledFor(logging.WARNING):
         return

@@ -25,10 +25,10 @@ NAME = "vmem"
 
 @dataclass(frozen=True)
 class AttentionStep:
-    """A step's input to the attention function; the same for all layers.
+    """A step's input to the attention function, which is the same for all layers.
 
     Attributes:
-        seen: layers that have called it.
+        seen: layers that have called the function in this step.
     """
 
     attention: Attention

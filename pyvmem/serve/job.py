@@ -26,7 +26,7 @@ class Job:
         request_id: the caller's id, unique among the engine's unfinished requests.
         prompt: token ids, at least one.
         max_new_tokens: tokens to generate, at least one.
-        eos_token_ids: tokens that end the answer; the token is included in it.
+        eos_token_ids: tokens that end the answer; the answer includes the token.
         forced: teacher forcing. Token i of the answer is replaced by ``forced[i]`` before the next
             one is computed; the model's own choice is in `Completion.predictions`.
     """

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""The transformers cache for an engine call of a model with state layers.
+"""The transformers cache for one engine call of a model with state layers.
 
-Such a layer treats each row of a batch as one request. So the engine calls the model once for all
-requests with one new token, a row each, and once for every longer request; this object loads each
-row's state from its slot and saves the new state. Attention reads slots as usual: its layers get
-the new tokens from this object.
+A state layer treats each row of a batch as one request. So the engine calls the model once for all
+requests with one new token, each in its own row, and once for every request with more; this object
+loads each row's state from its slot and saves the new state. Attention reads slots as usual: its
+layers get the new tokens from this object.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _New(_Layer):  # type: ignore[misc]  # a base that is Any
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns its arguments."""
+        """Returns the new tokens' keys and values unchanged."""
         return key_states, value_states
 
     def get_seq_length(self) -> int:
