@@ -172,7 +172,7 @@ _transforms: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 
 
 class Writer:
-    """Writes rows of a cache's tensor, in compiled code or not.
+    """Writes rows into a cache's tensor, inside and outside compiled code.
 
     The writer keeps the tensor alive, so `close` it before the cache. In compiled code, no gradient
     is recorded.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Exceptions: a class for each kind of libvmem error (see the list at the top of vmem.h).
 
-All except `Reentered` derive from `VMemError`, and also from Python's class for such an error if
-there is one (`ValueError`, `MemoryError`, `TimeoutError`, ...). A call that raises has changed
-nothing, except with `NotRecoverable`, whose message says what was lost.
+All except `Reentered` derive from `VMemError` and, where Python has a class for such errors
+(`ValueError`, `MemoryError`, `TimeoutError`, ...), from that class, too. A call that raises has
+changed nothing, except with `NotRecoverable`, whose message says what was lost.
 """
 
 from __future__ import annotations

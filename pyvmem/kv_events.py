@@ -69,7 +69,7 @@ class BlockRemoved:
 
 @dataclass(frozen=True)
 class AllBlocksCleared:
-    """Reports that all blocks were removed: earlier events are void."""
+    """Reports that all blocks were removed, so that earlier events are void."""
 
 
 KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
@@ -90,7 +90,7 @@ class _Cache(Protocol):
 def block_hashes(tokens: Any, unit: int, namespace: Hashable = None) -> list[int]:
     """Returns the 64-bit hash of every full block of `unit` tokens, in order.
 
-    Hashes `namespace` by its `repr`, but a namespace of `pyvmem.engine` by its name.
+    A namespace is hashed by its `repr`, a namespace of `pyvmem.engine` by its name.
     """
     ids = TokenIds.of(tokens, namespace)
     width = unit * 4

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["VMemResource"]
 
-# Maximum number of reservations of all sizes kept for reuse: a new one may cost a driver call.
+# Maximum number of reservations, of all sizes, kept for reuse: a new one may cost a driver call.
 _KEPT = 64
 _UNKNOWN: Any = object()  # unknown GPU work: an exception prevented recording an event
 
@@ -99,7 +99,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
     Args:
         context: allocates the pages. On ``host``, buffers are CPU memory and streams are ignored.
         page_size: bytes per page; 0 = the context's granule.
-        dirty: do not zero pages; a buffer may hold data of an earlier buffer.
+        dirty: leave pages unzeroed; a buffer may then hold data of an earlier one.
 
     Raises:
         InvalidArgument: the context does not support pages of that size.
@@ -308,7 +308,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         """
         while self._left:
             addr, size, stream = self._left[0]
-            with suppress(InvalidArgument):  # already freed, by that call or by another
+            with suppress(InvalidArgument):  # the buffer has already been freed
                 try:
                     if stream is not _UNKNOWN:
                         self._end_buffer(addr, size, stream)

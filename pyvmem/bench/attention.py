@@ -44,7 +44,7 @@ class _Case:
 
     @property
     def elements(self) -> int:
-        """Number of elements in K (V has as many)."""
+        """Number of elements in K; V has the same number."""
         return self.batch * self.kv_len * self.kv_heads * self.head_dim
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Batches of 64 pages in one call: as one contiguous run, and as scattered pages."""
+"""Measures batches of 64 pages, as one contiguous run and as scattered pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Turn = Callable[[], None]
 
 
 def run(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """Maps and unmaps 64 existing pages; cuMem* needs at least one call per page."""
+    """Times mapping and unmapping 64 existing pages; cuMem* needs at least one call per page."""
     n, book = setting.native, Book(part)
     turns: list[_Turn] = []
     held: list[tuple[int, list[int]]] = []

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Table 2 of the paper: the cost of each call at every page size, compared with cuMem*.
 
-Every call is timed by itself, from Python, through cffi for vmem and through cuda.bindings for the
-baseline. The times include what Python and the binding add (`overhead`, measured with an empty
+Every call is timed individually from Python, through cffi for vmem and through cuda.bindings for
+the baseline. The times include what Python and the binding add (`overhead`, measured with an empty
 call); `net` excludes it. Pages are mapped unzeroed (VMEM_CREATE_DIRTY), because cuMemMap does not
 write either; `map_zeroed` is our default.
 """

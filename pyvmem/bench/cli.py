@@ -202,7 +202,7 @@ def _method(setting: Setting) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command. Returns the status of `ended`, or 2 if the back end cannot be opened."""
+    """Runs the command. Returns the status from `ended`, or 2 if the back end cannot be opened."""
     if args.list:
         for name, (title, _, seconds) in PARTS.items():
             print(f"{name:<10} {title} (at most about {seconds:.0f} s)")

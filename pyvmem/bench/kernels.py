@@ -131,7 +131,7 @@ class Kernels:
 
     @property
     def running(self) -> bool:
-        """True while a started kernel is unfinished."""
+        """True while a started kernel has not finished."""
         (error,) = self.cuda.driver.cuStreamQuery(self.stream)
         if error == self.cuda.driver.CUresult.CUDA_ERROR_NOT_READY:
             return True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Estimates kernel memory by difference: memory the system lost and no process gained.
+"""Estimates kernel memory by difference: memory that the system lost and no process gained.
 
 Two estimates are kept, since each has a blind spot:
 
@@ -40,7 +40,7 @@ class Delta:
     listed: int
     missing: int
     own: int
-    total: int  # growth of MemTotal: hotplugged memory needs kernel memory itself
+    total: int  # growth of MemTotal, as hotplugged memory itself needs kernel memory
 
     @property
     def value(self) -> int:

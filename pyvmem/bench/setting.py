@@ -41,7 +41,7 @@ class Overheads:
 
 @dataclass
 class Setting:
-    """The systems that a run measures: `native` is ours; `cumem` and `cuda` need a GPU."""
+    """The systems of a run: `native` is ours; `cumem` and `cuda` are None without a GPU."""
 
     native: Native
     quick: bool = False
@@ -86,7 +86,7 @@ class Setting:
         return Context(self.system, device=self.device, pool_high=pool_high)
 
     def missing_pages(self, part: Part, row: str) -> None:
-        """Records as not run the paper's page sizes that our back end does not have."""
+        """Records the paper's page sizes that our back end lacks as not run."""
         for page in OUR_PAGES:
             if page not in self.pages:
                 part.not_run(

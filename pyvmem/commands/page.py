@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Renders a run as one self-contained HTML file: machine, command, tables, pictures and raw data.
 
-``--report FILE`` of every benchmark and of ``vmem selftest`` writes it; ``--plot FILE`` draws only
+Every benchmark and ``vmem selftest`` write it with ``--report FILE``; ``--plot FILE`` draws only
 the pictures. The page loads nothing and runs no script; its last link is the run's JSON.
 """
 
@@ -199,7 +199,7 @@ def _inline(part: Document) -> str:
 
 
 def _aim(aim: Document) -> tuple[Any, ...]:
-    """Formats an aim and, if it applies to the machine, whether it is reached."""
+    """Formats an aim and, if it applies to the machine, whether it was reached."""
     bound = aim.get("aim")
     wanted = "" if bound is None else f"{aim['op']} {number(bound)}"
     judged = wanted and aim.get("applies") and aim.get("pass") is not None

@@ -192,7 +192,7 @@ def fetch(where: str) -> dict[str, Any]:
 
     Raises:
         OSError: no server answers.
-        InvalidArgument: `where` is malformed, or the server is not a `Telemetry.serve`.
+        InvalidArgument: `where` is malformed, or the server is not that of `Telemetry.serve`.
     """
     url = _url(where)
     wrong = InvalidArgument(

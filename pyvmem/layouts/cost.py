@@ -31,7 +31,7 @@ __all__ = ["Choice", "Cost", "Held", "cost", "held_by", "layouts_of", "page_tabl
 _KB64 = 64 << 10
 _MAX_RUN = 1 << 12
 _MAPPING_BYTES = (
-    2360  # kernel memory per mapping of `stock`, in bytes (580.159.04; benchmarks/api, "decode")
+    2360  # kernel bytes per mapping of `stock` (driver 580.159.04; benchmarks/api, "decode")
 )
 
 
@@ -222,7 +222,7 @@ def _longest_run(each: float, choice: Choice) -> int:
 
 
 def _calls(layout: Layout, longest_run: int, requests: Sequence[Request]) -> float:
-    """Returns the average map calls per generated token, in all tensors of the layout."""
+    """Returns the average number of map calls per generated token, in all of the tensors."""
     fraction = KVCacheConfig.growth_fraction
     runs = (
         min(longest_run, _floor_power(int(pages * fraction))) for pages in range(layout.slot_pages)

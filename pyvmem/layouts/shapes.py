@@ -27,7 +27,7 @@ class ModelShape:
         num_layers, num_kv_heads, head_dim, dtype: as in `KVCacheConfig`; with `layers`, those of
             the first layer.
         weight_bytes: bytes of the weights; 0 if unknown.
-        ranks: GPUs that share the heads and the weights (tensor parallelism).
+        ranks: number of GPUs that share the heads and the weights (tensor parallelism).
         layers: the shape of every layer, if layers differ or have a sliding window, a latent or a
             state; () if all keep keys and values of every token.
     """

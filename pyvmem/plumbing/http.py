@@ -131,7 +131,7 @@ class _Server(ThreadingMixIn, TCPServer):
         self.socket = listening
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Rejects processes of other users."""
+        """Rejects connections from other users' processes."""
         return request.family != socket.AF_UNIX or is_this_user(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:

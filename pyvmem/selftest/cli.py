@@ -73,7 +73,10 @@ def _samples(text: str) -> int:
 
 
 def _tested(backend: str, results: list[ProbeResult]) -> ProbeResult:
-    """Returns the requested back end's result; for "auto", the first usable one's, or the last."""
+    """Returns the probe result of the back end to test.
+
+    For "auto", that is the first usable back end, or the last one if none is usable.
+    """
     if backend == "auto":
         return next((one for one in results if one.used), results[-1])
     return next(one for one in results if one.backend == backend)

@@ -13,9 +13,9 @@ class FinishReason(enum.Enum):
     """The reason why a request ended."""
 
     EOS = "eos"  # the model generated an end-of-text token
-    LENGTH = "length"  # max_new_tokens reached
-    SLOT_FULL = "slot_full"  # the cache's max_seq_len reached
-    NO_MEMORY = "no_memory"  # does not fit in the KV memory even when alone
+    LENGTH = "length"  # the answer has max_new_tokens tokens
+    SLOT_FULL = "slot_full"  # the request has reached the cache's max_seq_len
+    NO_MEMORY = "no_memory"  # the request does not fit in the KV memory even alone
 
 
 @dataclass(frozen=True)

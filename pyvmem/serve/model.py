@@ -86,9 +86,9 @@ def find(path: str | Path | None = None) -> Path:
     """Finds a model directory or GGUF file.
 
     Args:
-        path: a directory with a ``config.json``, a directory with one ``*.gguf``, or such a file.
-            None: the file in the installed package, which is not imported (importing it would need
-            llama.cpp).
+        path: a directory with a ``config.json``, a directory with one ``*.gguf`` file, or a
+            ``*.gguf`` file. None stands for the file in the installed package, which is not
+            imported (importing it would need llama.cpp).
 
     Raises:
         ModelNotFound: none of these exists.

@@ -53,7 +53,7 @@ class _New(_Layer):  # type: ignore[misc]  # a base that is Any
         return self._length + query_length, 0
 
     def get_max_length(self) -> int:
-        """Returns -1: no maximum."""
+        """Returns -1: there is no maximum."""
         return -1
 
 
@@ -61,9 +61,10 @@ class StepPast(_Cache):  # type: ignore[misc]  # a base that is Any
     """The states of some slots in transformers' own layers; `save` copies them back.
 
     Args:
-        cache: the cache of the slots.
-        slots: slot of each row of the batch, in order.
-        lengths: tokens computed in each slot; 0: its states are new. Either all are 0 or none is.
+        cache: the cache that has the slots.
+        slots: the slot of each row of the batch, in order.
+        lengths: number of tokens computed in each slot, or 0 if its states are new. Either all are
+            0 or none is.
     """
 
     def __init__(self, cache: LayeredCache, slots: Sequence[int], lengths: Sequence[int]) -> None:

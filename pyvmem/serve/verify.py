@@ -32,7 +32,7 @@ class Reference:
 
     Attributes:
         tokens: the answer's token ids.
-        margins: for each of its tokens, best minus second-best logit, as a fraction of the best.
+        margins: for each token, the difference of the two best logits, as a fraction of the larger.
     """
 
     tokens: tuple[int, ...]
