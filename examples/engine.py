@@ -3,9 +3,9 @@
 
     python examples/engine.py "Why is the sky blue?" "Name three colours."
 
-The model is the one that `make run` uses, from the extra ``serve``. It is converted once; a copy
-that `make run` has left below build/cache is reused. --model names another model, a directory or a
-GGUF file.
+By default, it serves the model that `make run` uses; this needs the extra ``serve``. The model is
+converted once; a copy that `make run` left below build/cache is reused. --model names another
+model: a directory or a GGUF file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ from pyvmem.serve.model import ModelNotFound, encode, load
 
 @dataclass(eq=False)
 class Job:
-    """A prompt being served; `tokens`: prompt and answer so far; `left`: tokens to generate."""
+    """A prompt that is being served.
+
+    `tokens` holds the prompt and the answer so far; `left` tokens remain to be generated.
+    """
 
     tokens: list[int]
     left: int
@@ -52,7 +55,10 @@ def attend(
     batch: Batch,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Called by transformers in every layer; tensors are ``[1, heads, tokens, dim]``."""
+    """Stores the new keys and values and computes attention; transformers calls it in each layer.
+
+    The tensors that it gets have the shape ``[1, heads, tokens, dim]``.
+    """
     plain_scores("engine", others)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     kernel.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), batch)
@@ -60,7 +66,10 @@ def attend(
 
 
 class Engine:
-    """Decodes many prompts at once, greedily. A context manager; the caller closes the cache."""
+    """Decodes many prompts at once, greedily.
+
+    It is a context manager that releases its requests on exit; the caller closes the cache.
+    """
 
     def __init__(self, model: Any, cache: RequestCache, eos: frozenset[int] = frozenset()) -> None:
         assert isinstance(cache.cache, KVCache), "this engine runs on one rank"
@@ -133,11 +142,11 @@ class Engine:
 
     @torch.inference_mode()
     def compute(self, news: list[list[int]]) -> list[tuple[Job, int]]:
-        """Runs the model once over the new tokens of all running jobs, concatenated in one row."""
+        """Runs the model once over the new tokens of all running jobs, joined into one sequence."""
         slots = [request.slot for request in self.running.values()]
         counts = [len(one) for one in news]
         batch = self.kernel.batch(slots, counts, list(self.lengths().values()))
-        self.cache.prepare(self.lengths(1))  # maps while the model runs
+        self.cache.prepare(self.lengths(1))  # maps pages while the model runs
         device = self.model.device
         output = self.model(
             input_ids=torch.tensor([[token for one in news for token in one]], device=device),
@@ -152,7 +161,7 @@ class Engine:
         for job, token in found:
             job.tokens.append(token)
             job.left -= 1
-            if token in self.eos or not job.left:  # keep its rows for the next turn
+            if token in self.eos or not job.left:  # the cache keeps its rows for the next turn
                 self.cache.release(self.running.pop(job), tokens=job.tokens)
                 self.preempted = False
         return found

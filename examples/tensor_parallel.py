@@ -29,8 +29,8 @@ MIB = 1 << 20
 
 
 def serve(cache: ParallelKVCache, iterations: int) -> int:
-    """Runs prefill, decoding and preemption; returns the number of tokens, equal on all ranks."""
-    chance = random.Random(0)  # in place of a scheduler that sends its decisions to all ranks
+    """Runs prefill, decoding and preemption; returns the token count, the same on all ranks."""
+    chance = random.Random(0)  # stands in for a scheduler that sends its decisions to all ranks
     lens = [0] * cache.config.max_batch
     tokens = 0
     for _ in range(iterations):
@@ -40,14 +40,14 @@ def serve(cache: ParallelKVCache, iterations: int) -> int:
             if reqid is not None:
                 lens[reqid] = length
         try:
-            with cache.together():  # one small all_reduce: has a rank failed?
+            with cache.together():  # a small all_reduce tells whether a rank has failed
                 answer = cache.step(lens)
         except RankFailed as error:
             print(f"rank {dist.get_rank()}: {error}")
             cache.recover()  # every rank does this; the requests must be recomputed
             lens = [0] * len(lens)
             continue
-        if answer == -1:  # -1 on every rank
+        if answer == -1:  # memory is short; every rank gets this answer
             longest = max(range(len(lens)), key=lens.__getitem__)
             cache.free_reqid(longest)
             lens[longest] = 0
@@ -60,7 +60,7 @@ def serve(cache: ParallelKVCache, iterations: int) -> int:
 
 
 def main() -> None:
-    """Creates the group and the cache, and serves."""
+    """Creates the process group and the cache, then serves."""
     if "LOCAL_RANK" not in os.environ:  # torchrun sets it
         raise SystemExit(__doc__)
     local, world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])

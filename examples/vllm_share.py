@@ -38,7 +38,7 @@ READY = "ready"
 def serve(model: str, requests: int) -> None:
     """Runs an engine that answers a burst of requests for each line on standard input."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # vLLM logs to standard output
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # keeps vLLM's log out of the answers
     import torch
     from vllm import LLM, SamplingParams
 

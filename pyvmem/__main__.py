@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``python -m pyvmem`` is ``vmem``."""
+"""Runs the ``vmem`` command as ``python -m pyvmem``."""
 
 import sys
 

@@ -2,7 +2,7 @@
 """Builds the extension module ``pyvmem._vmem`` from libvmem's sources (cffi, API mode).
 
 The declarations are those of libvmem/include/vmem.h, stripped of comments and preprocessor lines,
-so no second copy can become outdated; in API mode, the C compiler checks every structure,
+so that no second copy can become outdated. In API mode, the C compiler checks every structure,
 enumeration and prototype against the header. setup.py runs this module; the package never imports
 it.
 """

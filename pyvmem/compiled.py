@@ -56,7 +56,7 @@ _numbers = itertools.count(1)
 
 
 def ticket(owner: Any) -> torch.Tensor:
-    """Returns a tensor that stands for an object in compiled code: its number, as a graph input.
+    """Returns a tensor that identifies an object in compiled code: a number, as a graph input.
 
     The object is held weakly. If the number were a constant in the code, every new object, such as
     the next step's batch, would force a recompilation.
@@ -145,11 +145,12 @@ def refuse(what: str, *, recorded: bool = False) -> None:
 
     Args:
         what: name of the call.
-        recorded: the call also maps memory, so it must not be traced or rerun.
+        recorded: whether the call also maps memory, and so must not be traced or rerun.
 
     Raises:
         NotSupported: the call is under a `torch.func` transform, such as vmap or grad; with
-            `recorded`, also if under `torch.jit.trace` or `torch.export`, or in a backward pass.
+            `recorded`, also if it is traced by `torch.jit.trace` or `torch.export`, or is in a
+            backward pass.
     """
     why = ""
     if _transforms() is not None:
@@ -171,7 +172,7 @@ _transforms: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 
 
 class Writer:
-    """Writes rows of a cache's tensor, in compiled code or not.
+    """Writes rows into a cache's tensor, inside and outside compiled code.
 
     The writer keeps the tensor alive, so `close` it before the cache. In compiled code, no gradient
     is recorded.

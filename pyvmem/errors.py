@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Exceptions: a class for each kind of libvmem error (see the list at the top of vmem.h).
 
-All except `Reentered` derive from `VMemError`, and also from Python's class for such an error if
-there is one (`ValueError`, `MemoryError`, `TimeoutError`, ...). A call that raises has changed
-nothing, except with `NotRecoverable`, whose message says what was lost.
+All except `Reentered` derive from `VMemError` and, where Python has a class for such errors
+(`ValueError`, `MemoryError`, `TimeoutError`, ...), from that class, too. A call that raises has
+changed nothing, except with `NotRecoverable`, whose message says what was lost.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class VMemError(Exception):
 
 
 def _rebuild(cls: type[VMemError], text: str, errno: int, state: dict[str, Any]) -> VMemError:
-    """Unpickles an error: pickle itself does not pass keyword arguments."""
+    """Recreates a pickled error, because pickle itself does not pass keyword arguments."""
     return cls(text, errno=errno, **state)
 
 
@@ -105,7 +105,7 @@ class InvalidArgument(VMemError, ValueError):
 
 
 class NotGpuWork(InvalidArgument, TypeError):
-    """EINVAL: an object that is neither a stream nor an event, where one is expected."""
+    """EINVAL: an object is neither a stream nor an event, although one of them is expected."""
 
 
 class AddressOverflow(VMemError, OverflowError):
@@ -113,11 +113,11 @@ class AddressOverflow(VMemError, OverflowError):
 
 
 class NotSupported(VMemError):
-    """EOPNOTSUPP: this back end does not support it (page size, sparse, read-only, location)."""
+    """EOPNOTSUPP: the back end lacks a feature (a page size, sparse, read-only, a location)."""
 
 
 class BadHandle(VMemError):
-    """EBADF: an object is closed, freed or of another context, or a ticket was dropped."""
+    """EBADF: an object is closed, freed or part of another context, or a ticket was dropped."""
 
 
 class ForkedProcess(VMemError):
@@ -191,7 +191,7 @@ class NotRecoverable(VMemError):
 class Reentered(RuntimeError):
     """A signal handler, log handler or finalizer called a cache during another call on it.
 
-    Nothing changed. Not a `VMemError`, as the interrupted call has not failed. If this error
+    Nothing changed. This is not a `VMemError`, as the interrupted call has not failed. If the error
     propagates from a signal handler, it aborts the interrupted call like Ctrl-C.
 
     Attributes:

@@ -16,7 +16,7 @@ in its successor is reported as removed once it is in neither. The fields are th
 
 The longest run of consecutive blocks that a router finds is an upper bound on the cache's match.
 The two are equal, with two exceptions. With sliding-window layers, a match can end only where the
-last window is still recorded, which may not be so where a prompt diverges in the middle of a
+last window is still recorded, which may not be the case where a prompt diverges in the middle of a
 recorded prompt. Also, the successor of a closed namespace does not find its blocks.
 """
 
@@ -47,7 +47,7 @@ class BlockStored:
         block_size: tokens per block.
         lora_id: not used.
         medium: the kind of memory that holds the rows.
-        lora_name: the namespace's name, or its `repr` if not a string; None: no namespace.
+        lora_name: the namespace's name, or its `repr` if it is not a string; None: no namespace.
     """
 
     block_hashes: list[int]
@@ -69,7 +69,7 @@ class BlockRemoved:
 
 @dataclass(frozen=True)
 class AllBlocksCleared:
-    """Reports that all blocks were removed: earlier events are void."""
+    """Reports that all blocks were removed, so that earlier events are void."""
 
 
 KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
@@ -90,7 +90,7 @@ class _Cache(Protocol):
 def block_hashes(tokens: Any, unit: int, namespace: Hashable = None) -> list[int]:
     """Returns the 64-bit hash of every full block of `unit` tokens, in order.
 
-    Hashes `namespace` by its `repr`, but a namespace of `pyvmem.engine` by its name.
+    A namespace is hashed by its `repr`, a namespace of `pyvmem.engine` by its name.
     """
     ids = TokenIds.of(tokens, namespace)
     width = unit * 4
@@ -185,7 +185,8 @@ class KVEvents:
 def _events(change: Change, unit: int, copies: dict[int, int]) -> list[KVEvent]:
     """Returns the events of a change and updates `copies`.
 
-    Blocks that other namespaces of the same name also contain cause no event."""
+    Blocks that other namespaces of the same name also contain cause no event.
+    """
     hashes, name = block_hashes(change.ids, unit), _named(change.ids.namespace)
     blocks = hashes[change.first :]
     if name is not None:
@@ -207,7 +208,7 @@ def _events(change: Change, unit: int, copies: dict[int, int]) -> list[KVEvent]:
 
 
 def _first_or_last(blocks: list[int], stored: bool, copies: dict[int, int]) -> list[int]:
-    """Returns the blocks that are new to, or now gone from, all namespaces; updates `copies`."""
+    """Returns the blocks that the first namespace gained or the last one lost; updates `copies`."""
     found = []
     for one in blocks:
         before = copies.pop(one, 0)

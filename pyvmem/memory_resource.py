@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["VMemResource"]
 
-# Maximum number of reservations of all sizes kept for reuse: a new one may cost a driver call.
+# Maximum number of reservations, of all sizes, kept for reuse: a new one may cost a driver call.
 _KEPT = 64
 _UNKNOWN: Any = object()  # unknown GPU work: an exception prevented recording an event
 
@@ -91,7 +91,7 @@ def _succeeded(ticket: Ticket) -> bool:
 class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any without cuda-core
     """Allocates cuda.core Buffers from a context's pages.
 
-    Each buffer has its own reservation, rounded up to the granule. Its pages are mapped before
+    Each buffer has its own reservation, rounded up to whole pages. The pages are mapped before
     `allocate` returns, and zeroed before later work of the stream; they are unmapped after the work
     submitted to the stream before `deallocate`. Usable as a context manager. The caller owns the
     context, which must outlive the resource. Thread-safe.
@@ -99,7 +99,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
     Args:
         context: allocates the pages. On ``host``, buffers are CPU memory and streams are ignored.
         page_size: bytes per page; 0 = the context's granule.
-        dirty: do not zero pages; a buffer may hold data of an earlier buffer.
+        dirty: leave pages unzeroed; a buffer may then hold data of an earlier one.
 
     Raises:
         InvalidArgument: the context does not support pages of that size.
@@ -225,7 +225,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         Args:
             ptr: the buffer's handle.
             size: the buffer's size.
-            stream: the stream to wait for; None: no work uses the buffer any more.
+            stream: the stream to wait for; None if no work uses the buffer any more.
 
         Raises:
             InvalidArgument, BadHandle: `ptr` is not a buffer of this resource, or `stream` is not
@@ -308,7 +308,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         """
         while self._left:
             addr, size, stream = self._left[0]
-            with suppress(InvalidArgument):  # already freed, by that call or by another
+            with suppress(InvalidArgument):  # the buffer has already been freed
                 try:
                     if stream is not _UNKNOWN:
                         self._end_buffer(addr, size, stream)
@@ -317,7 +317,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
                     stream = _UNKNOWN
                 if stream is _UNKNOWN:
                     wait_for_device(None, self._context.cuda_device)
-                    with suppress(BadHandle):  # the context's
+                    with suppress(BadHandle):  # the context is closed
                         self._end_buffer(addr, size, None)
             self._left.popleft()
         while self._ended:
@@ -354,7 +354,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
     # ---- end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Waits for pages being unmapped, then frees the addresses. Idempotent.
+        """Waits until all pages are unmapped, then frees the addresses. Idempotent.
 
         Raises:
             Busy: buffers are alive; nothing changed.

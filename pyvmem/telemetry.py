@@ -34,13 +34,13 @@ from pyvmem.plumbing.validation import bounded, expect, invalid, unexpected
 __all__ = ["CONTENT_TYPE", "Family", "Sample", "Server", "Telemetry", "prometheus_text"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Of `Telemetry.text`."""
+"""The content type of `Telemetry.text`."""
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _SHORTEST, _LONGEST = 10, 34  # buckets cover waits from 1 us to 17 s
-_SAME_S = 0.05  # all instruments of a collection share numbers up to this age
+_SAME_S = 0.05  # all instruments of a collection share numbers at most this old
 _PREFIX = "pyvmem_"
 
 
@@ -280,8 +280,8 @@ class Telemetry:
         """Reports a cache from now on, under the label ``cache="name"``.
 
         Raises:
-            InvalidArgument: another open cache has this name, or it cannot be encoded (a lone
-                surrogate).
+            InvalidArgument: another open cache has this name, or the name contains a lone
+                surrogate, which cannot be encoded.
             TypeError: `cache` is not a cache, or `name` is not a string.
         """
         expect("name", name, str)
@@ -404,11 +404,10 @@ class Telemetry:
             self._seen = now, families
         return families
 
-    # ---- for vmem watch
-    # -----------------------------------------------------------------------------
+    # ---- for vmem watch --------------------------------------------------------------------------
 
     def caches(self) -> dict[str, Any]:
-        """Returns each cache as data for JSON: its numbers, and its slots if it has a snapshot."""
+        """Returns each cache's numbers, and its slots if it has `snapshot`, as data for JSON."""
 
         def slots(cache: _Cache) -> list[SlotInfo]:
             snapshot: Callable[[], list[SlotInfo]] | None = getattr(cache, "snapshot", None)
@@ -459,7 +458,7 @@ def prometheus_text(families: Iterable[Family]) -> str:
 
 
 class Server(HTTPServer):
-    """A server that runs in a thread. Usable as a context manager, which stops it.
+    """The server that `Telemetry.serve` starts in a thread; as a context manager, it stops on exit.
 
     Attributes:
         port: the port on which the server listens.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Distributes the GPUs of a machine over the workers of pytest-xdist, one each.
+"""Assigns one of the machine's GPUs to each worker of pytest-xdist.
 
-VMEM_TEST_DEVICES lists their CUDA ordinals, such as 0,1,2,3. Tests that need several GPUs are then
-skipped.
+VMEM_TEST_DEVICES lists the GPUs' CUDA ordinals, such as 0,1,2,3. Tests that need several GPUs are
+then skipped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench api`. A part that needs an optional package says so if it is missing."""
+"""Implements `vmem bench api`. A part reports if an optional package that it needs is missing."""
 
 __all__: list[str] = []

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Computes the key figures from the rows and compares each with its aim.
 
-An aim is stated for `stock` on an H100 or H200. The value is computed whenever its rows exist, and
-`applies` says whether it may be compared with the aim. Ratios of single calls use `net` times, and
-count the cost of an empty call in the baseline's favour (setting.Overheads); absolute times are as
-measured from Python.
+The aims are stated for the `stock` back end on an H100 or H200. A value is computed whenever its
+rows exist; `applies` tells whether it may be compared with the aim. Ratios of single calls use
+`net` times, where the estimated cost of an empty call favors the baseline (setting.Overheads);
+absolute times are as measured from Python.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _GPUS = ("H100", "H200")
 
 
 def compute(record: Record, system: str) -> list[dict[str, Any]]:
-    """Computes all aims; if rows are missing, the aim has no value and names the first of them."""
+    """Computes all aims; an aim whose rows are missing has no value and names the first of them."""
     aims = Aims(record, system)
     _single_pages(aims)
     _steps(aims)
@@ -34,7 +34,7 @@ def compute(record: Record, system: str) -> list[dict[str, Any]]:
 
 
 class Aims:
-    """The aims of a record; `applies`: the record's machine and back end have aims."""
+    """The aims of a record; `applies` is true if its machine and back end have aims."""
 
     def __init__(self, record: Record, system: str) -> None:
         self.record, self.system = record, system
@@ -58,7 +58,8 @@ class Aims:
     ) -> None:
         """Adds an aim whose value is `value(*rows)`.
 
-        `op` None: there is no target. `unless`: why the rows cannot be compared; "" if comparable.
+        If `op` is None, there is no target. `unless` says why the rows cannot be compared, or is
+        "" if they can.
         """
         found = [self.record.row(r) for r in rows]
         missing = [r for r, row in zip(rows, found, strict=True) if row is None]
@@ -277,7 +278,11 @@ def _attention(aims: Aims) -> None:
 
 
 def _over_baselines(ours: int) -> Callable[..., float]:
-    """Divides the median of the vmem buffers' medians by the median of the baselines' medians."""
+    """Returns a function that divides the median of the vmem buffers by that of the baselines.
+
+    The function gets the rows of all buffers, of which the first `ours` are the vmem buffers, and
+    takes the median of each group's medians.
+    """
 
     def value(*rows: Any) -> float:
         medians = [float(row["median"]) for row in rows]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Unmodified attention kernels, and a plain read, over vmem pages and over cudaMalloc memory.
 
-Memory placement alone changes such a kernel's time by several per cent, so the baseline is
+Memory placement alone changes such a kernel's time by several percent, so the baseline is
 allocated several times and the spread is reported with the ratio. Every buffer holds the same
-numbers, and the outputs are compared bit by bit. Times are the GPU's own (events), one call per
-sample, rotating over the buffers.
+numbers, and the outputs are compared bit by bit. The GPU itself measures the times (with events),
+one call per sample; the buffers take turns.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Case:
 
     @property
     def elements(self) -> int:
-        """Number of elements in K (V has as many)."""
+        """Number of elements in K; V has the same number."""
         return self.batch * self.kv_len * self.kv_heads * self.head_dim
 
 
@@ -159,7 +159,7 @@ def _turn(
 
 
 def _sdpa(case: _Case, device: torch.device) -> _Call:
-    """Calls torch's scaled_dot_product_attention, with its flash kernel."""
+    """Returns a function that calls torch's scaled_dot_product_attention with the flash kernel."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -180,7 +180,7 @@ def _sdpa(case: _Case, device: torch.device) -> _Call:
 
 
 def _fa3(source: Path | None, device: torch.device) -> Callable[[_Case], _Call]:
-    """Calls FlashAttention-3. Raises the errors of `fa3.load`."""
+    """Returns a function that prepares a case for FlashAttention-3. Raises as `fa3.load` does."""
     import torch
 
     op = fa3.load(source, device)
@@ -201,7 +201,7 @@ def _fa3(source: Path | None, device: torch.device) -> Callable[[_Case], _Call]:
 
 
 def run_read(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """Measures readbw/MEMORY: a kernel (CPU: torch.sum) that reads every byte once."""
+    """Measures the rows readbw/MEMORY: a kernel (on the CPU, torch.sum) reads every byte once."""
     why = _why_not(setting)
     if why:
         part.not_run("*", why)

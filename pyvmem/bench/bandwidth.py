@@ -97,7 +97,7 @@ def _batch(
 
 
 def _cumem(setting: Setting, m: CuMem, book: Book, base: int, total: int, page: int) -> _Turn:
-    """Allocates pages of the smallest size, or one large allocation if ``page == total``."""
+    """Returns a turn that allocates `total` bytes in allocations of `page` bytes."""
     d, costs, count = m.driver, setting.overhead("cumem"), total // page
     one = page == total
     samples = book.samples(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Batches of 64 pages in one call: as one contiguous run, and as scattered pages."""
+"""Measures batches of 64 pages, as one contiguous run and as scattered pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Turn = Callable[[], None]
 
 
 def run(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """Maps and unmaps 64 existing pages; cuMem* needs at least one call per page."""
+    """Times mapping and unmapping 64 existing pages; cuMem* needs at least one call per page."""
     n, book = setting.native, Book(part)
     turns: list[_Turn] = []
     held: list[tuple[int, list[int]]] = []
@@ -110,7 +110,7 @@ def _contiguous(setting: Setting, book: Book, base: int, page: int, handle: int)
 
 def _scattered(setting: Setting, book: Book, base: int, page: int, pages: list[int]) -> _Turn:
     n = setting.native
-    # The pages are not adjacent in memory; gaps keep the addresses apart too, so nothing can merge.
+    # The pages are not adjacent in memory, and gaps separate the addresses, so nothing can merge.
     map_ops = n.ops(
         [
             {"op": MAP, "addr": base + 2 * i * page, "bytes": page, "handle": handle}
@@ -130,7 +130,7 @@ def _cumem(
     d, page, costs = m.driver, m.page, setting.overhead("cumem")
     addrs = [base + i * stride for i in range(_PAGES)]
     maps = [m.map_args(a, page, b) for a, b in zip(addrs, blocks, strict=True)]
-    # cuMemSetAccess takes a range, so neighbours need only one call.
+    # cuMemSetAccess takes a range, so adjacent pages need only one call.
     if stride == page:
         accesses = [m.access_args(base, _PAGES * page)]
     else:

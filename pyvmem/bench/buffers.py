@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""torch tensors with the same contents in memory of several kinds.
+"""Creates torch tensors with the same contents in several kinds of memory.
 
-The kinds: buffers that torch allocates separately (cudaMalloc, on a GPU); small pages in random
-physical order; small pages in one run.
+The kinds are buffers that torch allocates separately (with cudaMalloc on a GPU), small pages in
+random physical order, and small pages in one run.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Buffers:
     """Tensors of `nbytes` bytes each, all filled with the same random bfloat16 numbers.
 
     Attributes:
-        tensors: one-dimensional tensors, by the names of `malloc_names` and `vmem_names`.
-        nbytes: bytes of each tensor.
+        tensors: one-dimensional tensors, keyed by the names from `malloc_names` and `vmem_names`.
+        nbytes: size of each tensor in bytes.
     """
 
     def __init__(self, context: Context, nbytes: int, page: int, device: torch.device) -> None:

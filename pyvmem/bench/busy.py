@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
 """Mapping while a kernel keeps every multiprocessor of the GPU full of threads.
 
-A round maps and unmaps pages with the GPU idle, then again under a kernel that runs many times
-longer than that takes. After each round the benchmark checks that the kernel is still running; if
-not, a call waited for it, and the part's notes say so.
+Each round maps and unmaps pages while the GPU is idle, and again under a kernel that runs many
+times longer than the calls take. After the calls, the benchmark checks that the kernel is still
+running; if it is not, a call waited for it, and the part's notes say so.
 
 A cache's calls are also timed while the last kernel of a just-freed request still runs, to show
-what they cost their caller.
+what they cost the caller.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ __all__ = ["run"]
 
 
 def run(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """Maps existing pages without zeroing: ours of `Setting.single` bytes, cuMem's of 2 MB."""
+    """Times mapping existing pages without zeroing, and the calls of a cache.
+
+    Our pages have `Setting.single` bytes, those of cuMem 2 MB.
+    """
     if setting.cuda is None or setting.cumem is None:
         part.not_run("*", setting.cuda_why)
         return
@@ -95,7 +98,7 @@ def run(setting: Setting, part: Part, deadline: Deadline) -> None:
 
 
 class _Busy:
-    """One system's turn: start the kernel (or not), map, unmap."""
+    """One system's turn: maps, then unmaps, each under a kernel of `seconds` (0: no kernel)."""
 
     def __init__(
         self,

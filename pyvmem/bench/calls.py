@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Table 2 of the paper: the cost of each call at every page size, compared with cuMem*.
 
-Every call is timed by itself, from Python, through cffi for vmem and through cuda.bindings for the
-baseline. The times include what Python and the binding add (`overhead`, measured with an empty
+Every call is timed individually from Python, through cffi for vmem and through cuda.bindings for
+the baseline. The times include what Python and the binding add (`overhead`, measured with an empty
 call); `net` excludes it. Pages are mapped unzeroed (VMEM_CREATE_DIRTY), because cuMemMap does not
 write either; `map_zeroed` is our default.
 """
@@ -97,7 +97,7 @@ class _Ours:
 
 
 class _OurRanges:
-    """One turn that only reserves and frees addresses."""
+    """Times reserving and freeing addresses with libvmem's back end."""
 
     def __init__(self, setting: Setting, *, plain: bool) -> None:
         self.n = setting.native
@@ -117,7 +117,7 @@ class _OurRanges:
 
 
 class _Cumem:
-    """One turn of cuMem* with 2 MB pages."""
+    """Times the calls of cuMem* with 2 MB pages."""
 
     def __init__(self, setting: Setting) -> None:
         assert setting.cumem is not None
@@ -190,8 +190,8 @@ def run(setting: Setting, part: Part, deadline: Deadline) -> None:
         return
     costs = setting.overhead("cumem")
     for op, samples in theirs.book.items():
-        # A more expensive empty call makes the baseline look faster, so set_access and map_access
-        # subtract the most expensive, which includes converting the descriptor.
+        # The more expensive the empty call, the faster the baseline looks, so set_access and
+        # map_access subtract the most expensive one, which also converts the descriptor.
         cost = {"set_access": costs.refused, "map_access": costs.each + costs.refused}
         page = 0 if op in ("reserve", "free") else theirs.page
         _add(part, op, "cumem", page, samples, cost.get(op, costs.each))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench api`: measures libvmem's calls and CUDA's in one process, alternately.
+"""`vmem bench api`: measures libvmem's calls and CUDA's alternately in one process.
 
 The other benchmarks of `vmem bench` are a separate distribution, pyvmem-bench (benchmarks/ in
 the repository), which provides the package `vmem_bench`.
@@ -170,7 +170,7 @@ def measure(
     budget: float | None,
     after: Callable[[Part], None],
 ) -> None:
-    """Runs the parts; records the error of one that fails and continues with the next.
+    """Runs the parts; if one fails, records its error and continues with the next.
 
     `after` is called with each finished part. The cost of empty calls is always measured first.
     """
@@ -202,7 +202,7 @@ def _method(setting: Setting) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command. Returns the status of `ended`, or 2 if the back end cannot be opened."""
+    """Runs the command. Returns the status from `ended`, or 2 if the back end cannot be opened."""
     if args.list:
         for name, (title, _, seconds) in PARTS.items():
             print(f"{name:<10} {title} (at most about {seconds:.0f} s)")

@@ -20,7 +20,7 @@ _FILE = "_vllm_fa3_C.abi3.so"
 
 
 def load(source: Path | None, device: torch.device) -> Any:
-    """Loads the op from a shared object, or from a wheel that contains it; it stays loaded.
+    """Loads the op from a shared object, or from a wheel that contains one; it stays loaded.
 
     Raises:
         ValueError: the file does not exist, or the device is not a GPU.
@@ -58,21 +58,22 @@ def call(
     table: torch.Tensor | None = None,
     splits: int = 0,
 ) -> torch.Tensor:
-    """Runs causal attention, with the mask aligned at the lower right.
+    """Runs causal attention, with the mask aligned to the bottom right corner.
 
     Args:
         op: the op from `load`.
         q: ``[tokens, heads, dim]``, requests one after another.
-        k, v: ``[requests, rows, kv_heads, dim]``; with a table ``[blocks, block, kv_heads, dim]``.
+        k, v: ``[requests, rows, kv_heads, dim]`` or, with a table, ``[blocks, block, kv_heads,
+            dim]``.
         starts: index in `q` of each request's first token, then the total; int32 ``[requests +
             1]``.
-        used: rows of each request, int32 ``[requests]``.
-        max_q, max_kv: maximum new tokens and maximum rows of a request.
-        table: the requests' blocks, int32 ``[requests, blocks of each]``.
-        splits: parts that a request's rows are divided into; 0: the op chooses.
+        used: number of rows of each request, int32 ``[requests]``.
+        max_q, max_kv: maximum number of new tokens and of rows per request.
+        table: each request's blocks, int32 ``[requests, blocks per request]``.
+        splits: number of parts into which a request's rows are divided; 0 lets the op choose.
 
     Returns:
-        The output, of the shape of `q`.
+        The output, in the shape of `q`.
     """
     lengths = (None, None, None, used, max_q, max_kv, table)
     unused = (None,) * 8  # batch indices, left padding, rotary embedding, scales of 8-bit types

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Patterns in which live pages are mapped, and their addresses."""
+"""Defines the patterns in which live pages are mapped, and the pages' addresses."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ LEVELS = (1 << 10, 10 << 10, 100 << 10, 400 << 10, 1 << 20)
 TENSORS = 4
 _RUN = 64  # pages that a prefill maps in one tensor
 _REQUESTS = 256
-_TOGETHER = 8  # requests that need a page in one step
+_TOGETHER = 8  # requests that need a page in the same step
 _SEED = 20
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """A mapping pattern; `most`: the highest level to measure it at."""
+    """A mapping pattern; `most` is the highest level at which it is measured."""
 
     name: str
     what: str
@@ -70,7 +70,7 @@ class Shape:
         self.nbytes = TENSORS * self.tensor_bytes
 
     def order(self) -> Iterator[list[int]]:
-        """Offsets in the first tensor, grouped into the batches that grow together."""
+        """Yields, for each batch, the offsets in the first tensor at which pages are mapped."""
         rng = random.Random(_SEED)
         slots = list(range(self.slots))
         for k in range(self.depth):

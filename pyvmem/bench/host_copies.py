@@ -3,9 +3,9 @@
 
 Runs the kernel of `pyvmem.memory.host_copies` with several numbers of thread blocks, over plain
 addresses and pinned host memory. Times come from GPU events around the copy, so they include
-sending the descriptors to the GPU. On the CPU, memcpy makes the same copies. For comparison,
-libvmem's own copies of the whole range are timed by the host's clock: the fallback if the kernel is
-not available.
+sending the descriptors to the GPU. On the CPU, memcpy makes the same copies. For comparison, the
+host's clock times libvmem's own copies of the whole range, the fallback if the kernel is not
+available.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BLOCKS = (4, 8, 16, 64)
 
 
 def run(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """Measures hostcopy/WAY/SYSTEM/BLOCKS, every page of a range in random order.
+    """Measures the rows hostcopy/WAY/SYSTEM/BLOCKS: all pages of a range, in random order.
 
     Rows ending in /library are libvmem's own copies.
     """

@@ -131,7 +131,7 @@ class Kernels:
 
     @property
     def running(self) -> bool:
-        """True while a started kernel is unfinished."""
+        """True while a started kernel has not finished."""
         (error,) = self.cuda.driver.cuStreamQuery(self.stream)
         if error == self.cuda.driver.CUresult.CUDA_ERROR_NOT_READY:
             return True
@@ -139,15 +139,15 @@ class Kernels:
         return False
 
     def wait(self) -> None:
-        """Waits for the started kernels."""
+        """Waits until the started kernels have finished."""
         self.cuda.call(self.cuda.driver.cuStreamSynchronize, self.stream)
 
     def chunk(self) -> int:
-        """Granularity of `read`: its `nbytes` must be a multiple of this."""
+        """Returns the granularity of `read`, whose `nbytes` must be a multiple of it."""
         return self.blocks * _THREADS * 64
 
     def read(self, addr: int, nbytes: int) -> float:
-        """Reads [addr, addr + nbytes) once; returns GPU seconds. All pages must be mapped."""
+        """Reads [addr, addr + nbytes) once; returns the GPU time in s. All pages must be mapped."""
         if nbytes <= 0 or nbytes % self.chunk():
             raise ValueError(f"{nbytes} bytes: must be a positive multiple of {self.chunk()}")
         d, call = self.cuda.driver, self.cuda.call

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
 """1 k to 1 M live pages: time per call, kernel memory, teardown time.
 
-There are two patterns. *runs*, as in prefill: one request at a time, 64 pages in each of 4 tensors,
-one batch per request. *decode*: 256 requests grow page by page, 8 of them in a batch (in an order
-that is shuffled, with a fixed seed, for each page), one page in each of 4 tensors. `spread` asks
-for neighbour placement (VMEM_OP_SPREAD); `consolidated` calls vmem_join on everything after every
-131,072 pages, as an engine would at safe points, and before the teardown.
+There are two patterns. In *runs*, as in prefill, a batch maps 64 pages in each of 4 tensors for one
+request. In *decode*, 256 requests grow page by page: a batch maps one page in each of 4 tensors for
+8 of the requests, in an order that is shuffled again (with a fixed seed) for each page. `spread`
+asks for pages that are neighbors (VMEM_OP_SPREAD); `consolidated` calls vmem_join on everything
+after every 131,072 pages, as an engine would at safe points, and before the teardown.
 
 The driver has handles for 524,288 mappings in all processes together, so a million pages that were
 mapped one by one cannot all be live; with `spread` and `consolidated` they can.
@@ -228,7 +228,7 @@ def _grow(
 
 
 def _baseline(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """Measures cuMem* pages of 2 MB, as many as fit in memory: the same bytes in fewer pages."""
+    """Measures cuMem* pages of 2 MB at the two lowest levels, if they fit in memory."""
     m, cuda = setting.cumem, setting.cuda
     if m is None or cuda is None:
         part.not_run("cumem/*", setting.cuda_why)

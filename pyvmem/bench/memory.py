@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""Estimates kernel memory by difference: memory the system lost and no process gained.
+"""Estimates kernel memory by difference: memory that the system lost and no process gained.
 
 Two estimates are kept, since each has a blind spot:
 
 - *listed*: growth of Slab + VmallocUsed + PageTables + Percpu + KernelStack in /proc/meminfo;
   misses pages that a driver takes directly from the page allocator.
-- *missing*: growth of MemTotal - MemAvailable less that of this process's own memory and of Shmem;
-  includes everything, even memory that other processes allocate or free in between.
+- *missing*: growth of MemTotal - MemAvailable, less the growth of this process's own memory and of
+  Shmem; includes everything, even memory that other processes allocate or free in between.
 
-The larger of the two is reported. Both drift by a few MB on a quiet machine, so a figure per page
-is meaningless below about 10,000 pages.
+The larger of the two is reported. Both drift by a few MB on a quiet machine, so per-page figures
+are meaningless below about 10,000 pages.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Delta:
     listed: int
     missing: int
     own: int
-    total: int  # growth of MemTotal: hotplugged memory needs kernel memory itself
+    total: int  # growth of MemTotal, as hotplugged memory itself needs kernel memory
 
     @property
     def value(self) -> int:
@@ -59,7 +59,7 @@ class KernelMemory:
 
     @classmethod
     def now(cls) -> KernelMemory:
-        """Reads after a short pause: freed memory becomes available a little later, through RCU."""
+        """Takes a reading after a pause, since the kernel frees some memory only later (RCU)."""
         time.sleep(0.05)
         info, own = meminfo(), _own()
         listed = sum(info.get(name, 0) for name in _LISTED)

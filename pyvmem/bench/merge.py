@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Merges several runs, each with some of the parts, into one file.
 
-Meant for machines that are only available for minutes. Only runs with the same GPU, driver and
-commit can be merged, and a quick run cannot be merged with a full one. A row and its baseline still
-come from one process, because a part is never split. If two runs have the same part, the more
-complete one is used; if equal, the later one.
+This is meant for machines that are available for only a few minutes at a time. Only runs with the
+same GPU, driver and commit can be merged, and a quick run cannot be merged with a full one. A row
+and its baseline still come from one process, because a part is never split. If two runs have the
+same part, the more complete one is used or, if both are equally complete, the later one.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _STATES = ("not run", "failed", "partial", "done")
 
 
 class MergeError(ValueError):
-    """Files do not match, or one is not a result; the message says which and why."""
+    """The files do not match, or one is not a result; the message says which one and why."""
 
 
 def _load(path: Path, kind: str) -> dict[str, Any]:
-    """Loads a result with its samples, from the file or from the file of that name in raw/."""
+    """Loads a result, with its samples if raw/ has a file of the same name."""
     raw = path.parent / "raw" / path.name
     try:
         data = json.loads((raw if raw.exists() else path).read_text(encoding="utf-8"))
@@ -54,7 +54,7 @@ def load_together(paths: Sequence[Path], kind: str) -> list[dict[str, Any]]:
     """Loads results of one format and machine, in the order in which they were started.
 
     Raises:
-        MergeError: see the class.
+        MergeError: the files do not match, or one is not a result.
     """
     loaded = sorted((_load(path, kind) for path in paths), key=lambda data: str(data["started"]))
     first = loaded[0]
@@ -68,7 +68,7 @@ def merge(paths: Sequence[Path]) -> Record:
     """Merges all parts into one record; machine and method are those of the first run.
 
     Raises:
-        MergeError: see the class.
+        MergeError: the files do not match, or one is not a result.
     """
     loaded = load_together(paths, FORMAT)
     first = loaded[0]

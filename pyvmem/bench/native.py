@@ -39,7 +39,7 @@ class Native:
     # Arguments of the timed calls.
 
     def create_opts(self, page: int, *, dirty: bool = True) -> Any:
-        """Options of vMemCreate; `dirty` pages are not zeroed."""
+        """Returns options for vMemCreate; `dirty` pages are not zeroed."""
         opts = self.ffi.new("struct vmem_create_opts *")
         opts.size = self.ffi.sizeof("struct vmem_create_opts")
         opts.page_size = page
@@ -47,14 +47,14 @@ class Native:
         return opts
 
     def reserve_opts(self, *, plain: bool = False) -> Any:
-        """Options of vMemReserve."""
+        """Returns options for vMemReserve."""
         opts = self.ffi.new("struct vmem_reserve_opts *")
         opts.size = self.ffi.sizeof("struct vmem_reserve_opts")
         opts.flags = _PLAIN if plain else 0
         return opts
 
     def handles(self, count: int) -> Any:
-        """Allocates `count` handles (or addresses); `array + i` is the i-th output argument."""
+        """Allocates an array for `count` handles or addresses; `array + i` points to the i-th."""
         return self.ffi.new("uint64_t[]", count)
 
     def ops(self, wanted: Sequence[dict[str, int]]) -> Any:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Output options of a benchmark (report, picture), and its handling of Ctrl-C.
+"""Adds the output options (report, picture) to a benchmark, and makes it handle Ctrl-C.
 
-After Ctrl-C, the file says that the run is incomplete.
+After Ctrl-C, the result file says that the run is incomplete.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def document_of(out: Path) -> dict[str, Any]:
-    """Reads the document a run wrote, with its samples if kept."""
+    """Reads the document that a run wrote, with its samples if they were kept."""
     raw = out.parent / "raw" / out.name
     document: dict[str, Any] = json.loads((raw if raw.exists() else out).read_text("utf-8"))
     return document

@@ -31,7 +31,7 @@ def _round(value: float) -> float:
 
 @dataclass
 class Part:
-    """A selectable part of the benchmark."""
+    """A part of the benchmark, which can be selected by name, and its rows."""
 
     name: str
     title: str
@@ -63,10 +63,10 @@ class Part:
             row: the row's name, unique in the part.
             what: description of the row.
             system: what was measured.
-            samples: nanoseconds.
+            samples: times in nanoseconds.
             page: page size in bytes, if the row has one.
-            nbytes: bytes that a sample covers; the row then also reports GB/s at the median.
-            unit: unit of the row, a key of SCALES.
+            nbytes: bytes that a sample covers; if given, the row also reports GB/s at the median.
+            unit: the row's unit, a key of SCALES.
             overhead_ns: time of an empty call of this system, which `net` excludes.
             calls: number of calls that one sample covers.
             note: further information for the reader.
@@ -101,7 +101,7 @@ class Part:
         note: str = "",
         **more: Any,
     ) -> dict[str, Any]:
-        """Adds a row with one number that is not a time: bytes, a count, GB/s."""
+        """Adds a row with a single number, such as bytes, a count or a total time."""
         entry = self._entry(row, what, system, unit, page=page, note=note)
         entry["value"] = value
         entry.update(more)
@@ -146,7 +146,7 @@ class Book:
         self._open: list[tuple[tuple[str, str, str], Samples, dict[str, Any]]] = []
 
     def samples(self, row: str, what: str, system: str, **fields: Any) -> Samples:
-        """Opens a row and returns its samples for the caller to fill; `fields`: see `Part.time`."""
+        """Opens a row and returns its samples, which the caller fills; see `Part.time`."""
         samples = Samples()
         self._open.append(((row, what, system), samples, fields))
         return samples
@@ -242,9 +242,9 @@ def mark_interrupted(path: Path) -> None:
 
 
 def lines(value: Any, depth: int = 0) -> str:
-    """Formats JSON with one line per row: a list or object without nested ones stays on one line.
+    """Formats JSON with one line per row, so that a diff between runs shows the rows that differ.
 
-    So a diff between two runs shows the rows that differ, and the file has no more lines than rows.
+    A list or object stays on one line if it is short or contains no other list or object.
     """
     inside = value.values() if isinstance(value, dict) else value
     whole = not isinstance(value, (dict, list)) or not any(

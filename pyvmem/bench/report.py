@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The tables that `vmem bench api` prints."""
+"""Formats the tables that `vmem bench api` prints."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def head(record: Record) -> str:
     return "\n".join(lines)
 
 
-_LIVE = {  # columns of the table of live pages: row, key, heading
+_LIVE = {  # columns of the live-pages table: the row, then its keys and their headings
     "grow": (("median", "grow us"), ("p99", "p99")),
     "grow_last": (("median", "at the end"),),
     "driver_us": (("value", "driver us"),),
@@ -53,7 +53,7 @@ _LIVE = {  # columns of the table of live pages: row, key, heading
 
 
 def _live_table(part: Part) -> str:
-    """Formats live-page rows, a line per pattern, system and page count; values are per page."""
+    """Formats the rows of live pages, with one line per page count, pattern and system."""
     lines: dict[tuple[str, str, str], dict[str, dict[str, Any]]] = {}
     for row in part.rows:
         _, pattern, system, pages, what = row["id"].split("/")
@@ -109,7 +109,7 @@ def _rest(part: Part) -> list[str]:
 
 
 def aims_table(record: Record) -> str:
-    """Returns a table of the aims: value, and reached or not; "" if no aim applies to the run."""
+    """Returns a table of the aims' values and results; "" if no aim applies to the run."""
     if not any(aim["applies"] for aim in record.aims):
         return ""
     rows = []

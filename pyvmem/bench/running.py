@@ -41,9 +41,9 @@ def backends(device: int) -> list[dict[str, Any]]:
 
 @contextmanager
 def conducted(part: Part) -> Iterator[None]:
-    """Records when and how a part ended; a failed part does not lose the others' results.
+    """Records how a part ended and how long it took; an error fails only the part, not the run.
 
-    While it runs, the part is marked partial, in case the process is killed.
+    While the part runs, it is marked partial, in case the process is killed.
     """
     part.started, began = now(), time.monotonic()
     part.status, part.why = "partial", "it was interrupted"
@@ -60,7 +60,7 @@ def conducted(part: Part) -> Iterator[None]:
 
 
 def said(record: Record, args: argparse.Namespace, text: Callable[[], str] | None = None) -> int:
-    """Prints a record as JSON or as `text`; returns the exit status from `ended`."""
+    """Prints a record as JSON (``--json``) or as text; returns the exit status from `ended`."""
     if args.json:
         print(json.dumps(record.document(raw=False), indent=1))
     else:
@@ -69,7 +69,11 @@ def said(record: Record, args: argparse.Namespace, text: Callable[[], str] | Non
 
 
 def ended(record: Record) -> int:
-    """Returns 1 if a part failed; 3, with the reason on stderr, if nothing was measured; or 0."""
+    """Computes the exit status of a benchmark.
+
+    Returns:
+        1 if a part failed, 3 if nothing was measured (the reason goes to stderr), otherwise 0.
+    """
     parts = [part for name, part in record.parts.items() if name != "noop"]
     if any(part.status == "failed" for part in record.parts.values()):
         return 1

@@ -30,7 +30,7 @@ def label(nbytes: int) -> str:
 
 @dataclass
 class Overheads:
-    """Cost in ns of an empty call, timed like the rows: call by call, or in a block."""
+    """The cost in ns of an empty call, timed like the rows: individually or in a block."""
 
     each: float = 0.0
     block: float = 0.0
@@ -41,7 +41,7 @@ class Overheads:
 
 @dataclass
 class Setting:
-    """The systems of this run. `native` is ours; `cumem` and `cuda` are None without a GPU."""
+    """The systems of a run: `native` is ours; `cumem` and `cuda` are None without a GPU."""
 
     native: Native
     quick: bool = False
@@ -65,7 +65,7 @@ class Setting:
 
     @property
     def single(self) -> int:
-        """Page size for rows of single pages: 64 KB, or the smallest that the back end has."""
+        """Page size for rows of single pages: 64 KB or, if unsupported, the smallest one."""
         return 64 * KB if 64 * KB in self.pages else min(self.native.context.info.page_sizes)
 
     @property
@@ -74,11 +74,11 @@ class Setting:
         return bool(self.native.context.info.caps & Caps.JOIN)
 
     def count(self, full: int, quick: int) -> int:
-        """`full`, or `quick` in a quick run."""
+        """Returns `quick` in a quick run, otherwise `full`."""
         return quick if self.quick else full
 
     def overhead(self, system: str) -> Overheads:
-        """Returns the cost of this system's empty call; zeros until measured."""
+        """Returns the cost of this system's empty call; zero until it is measured."""
         return self.overheads.get(system, Overheads())
 
     def open(self, *, pool_high: int = 0) -> Context:
@@ -86,7 +86,7 @@ class Setting:
         return Context(self.system, device=self.device, pool_high=pool_high)
 
     def missing_pages(self, part: Part, row: str) -> None:
-        """Notes the paper's page sizes that our back end does not have."""
+        """Records the paper's page sizes that our back end lacks as not run."""
         for page in OUR_PAGES:
             if page not in self.pages:
                 part.not_run(
@@ -101,7 +101,7 @@ class Setting:
         lib = self.native.lib
         with quiet():
             for _ in range(rounds):
-                # Does almost nothing: back end 99 does not exist.
+                # The call does almost nothing: back end 99 does not exist.
                 time_each(lib.vmem_backend_name, [(99,)] * n, ours.new_round())
                 time_block(lib.vmem_backend_name, [(99,)] * n, ours_block.new_round())
                 if self.cumem is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The cost per byte, and what the pool saves: no driver call per page, one per long run."""
+"""Measures the cost of mapping per byte, and of creating and mapping pages of a warm pool."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Turn = Callable[[], None]
 
 
 def _run_turn(setting: Setting, handle: int, addr: int, size: int, samples: Samples) -> _Turn:
-    """Maps the whole handle at `addr` in one call, several times per round."""
+    """Returns a turn that maps the whole handle at `addr` in one call, several times per round."""
     n, repeats = setting.native, setting.count(8, 1)
     args = [(n.vm, addr, size, handle, 0, 0)]
 

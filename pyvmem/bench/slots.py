@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""The cost of KV cache calls to their caller, by number of slots.
+"""Measures what KV cache calls cost their caller, by number of slots.
 
-One K and one V tensor of 8 heads of 128 in float16, with pages of 64 KiB, 32 tokens each, so that
-the number of slots dominates. All but a few slots are in use, every request has some tokens, and no
-page is shared. Calls are timed one by one, and the caches of all sizes take turns.
+The caches have one K and one V tensor with 8 heads of 128 in float16 and pages of 64 KiB (32
+tokens), so that the number of slots dominates. All but a few slots are in use, every request has
+some tokens, and no page is shared. Calls are timed individually, and the caches of all sizes take
+turns.
 
 `step_async` is measured on its own cache, 8 requests over 64 tensors, since it does not depend on
-the number of slots: *cold* is the first batch after a pause, *warm* one of many. The pool is warm
-in both.
+the number of slots: *cold* is the first batch after a pause, *warm* a later one. The pool is warm
+in both cases.
 """
 
 from __future__ import annotations
@@ -190,7 +191,7 @@ class _Async(Closable):
         self.cache.close()
 
     def turn(self) -> None:
-        """Times one batch after a pause, then several without one; frees all pages."""
+        """Times one batch after a pause, then several without a pause; frees all pages."""
         cache = self.cache
         ids = [_alloc(cache) for _ in range(self.requests)]
         self.cold.append([])

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""The cost of a KV cache step to its caller.
+"""Measures what a KV cache step costs its caller.
 
-256 requests of a model with 32 layers, 8 KV heads of 128, bfloat16, a K and a V tensor per layer:
-64 tensors, rows of 2 KB, 32 tokens to a page of 64 KB. An *event* is a step in which 8 of the
-requests need one more page in each tensor: 512 pages, no two of them adjacent.
+There are 256 requests of a model with 32 layers and 8 KV heads of 128 in bfloat16. A K and a V
+tensor per layer make 64 tensors; their rows have 2 KB, so a page of 64 KB holds 32 tokens. An
+*event* is a step in which 8 of the requests need one more page in each tensor: 512 pages, no two of
+which are adjacent.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _ROW = _HEADS * _HEAD_DIM * _ITEM
 
 
 def run(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """Measures steps with and without zeroing (default: with), and mapping pages one by one."""
+    """Measures steps with zeroing (the default) and without, and mapping pages one by one."""
     for zero_fill in (True, False):
         left = Deadline(deadline.left / (2 if zero_fill else 1))
         with setting.open(pool_high=_KEEP_ALL) as context:
@@ -44,7 +45,7 @@ def _one(
     n, book = Native(context), Book(part)
     page = 64 << 10 if 64 << 10 in context.info.page_sizes else min(context.info.page_sizes)
     layers, requests, needy = setting.count(32, 2), setting.count(256, 16), setting.count(8, 2)
-    # Fewer tensors if the back end limits mappings (host): a single page makes two pieces, one
+    # Use fewer tensors if the back end limits mappings (host): each page makes two pieces, one
     # mapped and one not, and closing the cache needs as many again.
     limit = context.info.max_segments or context.info.max_mappings
     while limit and layers > 1 and 4 * requests * 2 * layers > 0.7 * limit:
@@ -138,7 +139,7 @@ def _events(setting: Setting, context: Context, base: int, each: int) -> int:
 
 
 def _growth(requests: int, needy: int, rows: int) -> Iterator[list[int]]:
-    """Lengths for `step`; in each step the next `needy` requests start a new page."""
+    """Yields the lengths for each `step`, in which the next `needy` requests start a new page."""
     lens = [rows] * requests
     for first in cycle(range(0, requests, needy)):
         lens = list(lens)
@@ -166,7 +167,7 @@ def _must(result: int) -> None:
 
 
 class _Singles:
-    """Maps as many pages as an event, one call per page, no two pages adjacent."""
+    """Maps as many pages as an event does, with one call per page; no two pages are adjacent."""
 
     def __init__(self, n: Native, page: int, count: int) -> None:
         self.n, self.page = n, page
@@ -177,7 +178,7 @@ class _Singles:
         ]
 
     def time(self) -> float:
-        """Maps the pages; returns the total time in nanoseconds."""
+        """Maps and unmaps the pages; returns the time of the map calls in nanoseconds."""
         n, each = self.n, list[float]()
         n.check("vMemMap", time_each(n.lib.vMemMap, self.args, each))
         for _, addr, size, *_ in self.args:

@@ -126,8 +126,8 @@ def quiet() -> Iterator[None]:
 def time_each(fn: Callable[..., T], args: Iterable[tuple[Any, ...]], into: list[float]) -> list[T]:
     """Calls `fn(*a)` for each `a`, times each call, and returns what the calls returned.
 
-    The samples include the cost of the two clock readings and of the Python call; `noop` rows of
-    the same shape show how much that is.
+    The samples include the cost of two clock readings and of the Python call; the `noop` rows show
+    how much that is.
     """
     clock = time.perf_counter_ns
     args = list(args)
@@ -141,9 +141,9 @@ def time_each(fn: Callable[..., T], args: Iterable[tuple[Any, ...]], into: list[
 
 
 def time_block(fn: Callable[..., T], args: Iterable[tuple[Any, ...]], into: list[float]) -> list[T]:
-    """Times all calls together; the one sample is the mean time of a call.
+    """Times all calls together and adds one sample, the mean time per call.
 
-    For calls of about 1 us, which are too short to be timed one by one.
+    It is meant for calls of about 1 us, which are too short to be timed individually.
     """
     clock = time.perf_counter_ns
     args = list(args)
@@ -154,7 +154,7 @@ def time_block(fn: Callable[..., T], args: Iterable[tuple[Any, ...]], into: list
 
 
 class Deadline:
-    """A time budget, not enforced: a part checks it between rounds."""
+    """A time budget, which is not enforced: parts check it between rounds."""
 
     def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now

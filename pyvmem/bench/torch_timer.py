@@ -17,7 +17,7 @@ def captured(work: Callable[[], object], device: torch.device) -> tuple[Callable
     """Captures `work` in a CUDA graph, to be replayed while the memory that it uses is alive.
 
     Returns:
-        The replay and "", or `work` itself and why it cannot be captured.
+        A function that replays the graph, and ""; or `work` itself, and why it was not captured.
     """
     import torch
 
@@ -36,8 +36,7 @@ def captured(work: Callable[[], object], device: torch.device) -> tuple[Callable
 
 
 def timer(device: torch.device) -> Callable[[Callable[[], object]], float]:
-    """Returns a function that times a call, in ns: with events on a GPU, the host's clock on the
-    CPU."""
+    """Returns a function that times a call in ns: with events on a GPU, with a clock on the CPU."""
     import torch
 
     if device.type == "cpu":

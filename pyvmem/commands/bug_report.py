@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """``vmem probe --report``: describes a machine for a bug report.
 
-Contains versions, hardware, the result of each back end, and relevant limits. Paths, names of users
-and hosts, and serial numbers and UUIDs of GPUs are left out.
+The report contains versions, hardware, each back end's probe result, and relevant limits. It leaves
+out home directories, user and host names, and the serial numbers and UUIDs of GPUs.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _PARAMETERS = "/sys/module/nvidia_uvm/parameters"
 
 
 def scrub(text: str) -> str:
-    """Removes user paths and GPU UUIDs from text."""
-    home = os.path.expanduser("~")  # "~" is left as it is if there is no home
+    """Replaces the user's home directory and GPU UUIDs in `text`."""
+    home = os.path.expanduser("~")  # "~" itself if the user has no home
     if len(home) > 1:  # not "/"
         text = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text)
     return re.sub(r"\b(?:GPU-)?[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b", "UUID", text)
@@ -55,7 +55,7 @@ def _read(path: str) -> str:
 
 
 def _limits() -> dict[str, str]:
-    """Returns the system limits that a cache can exceed."""
+    """Returns the system limits that a cache can run into."""
     limits = {"vm.max_map_count": _read("/proc/sys/vm/max_map_count")}
     for path in sorted(Path(_PARAMETERS).glob("uvm_vmem_*")):
         limits[path.name] = _read(str(path))

@@ -19,7 +19,7 @@ from pyvmem.errors import VMemError
 
 __all__ = ["main", "whole_parser"]
 
-# module with add_parser(sub) and run(args) -> int, and the line for `vmem --help`
+# Each command's module, which has add_parser(sub) and run(args) -> int, and its line in the help.
 _COMMANDS = {
     "probe": ("pyvmem.commands.probe", "show which back ends work on this machine"),
     "features": ("pyvmem.features.cli", "show which cache features work, and what others need"),
@@ -52,7 +52,7 @@ def whole_parser() -> argparse.ArgumentParser:
 
 
 def _parser(*commands: str | None) -> argparse.ArgumentParser:
-    """Returns a parser with the options of `commands`, and a help line for each other command."""
+    """Returns a parser with the options of `commands`, and only a help line for the others."""
     parser = argparse.ArgumentParser(
         prog="vmem", description="Fine-grained GPU virtual memory for KV caches."
     )
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.stderr is None:  # otherwise print() would write to standard output
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A terminal that is not UTF-8 shows "?" for characters it cannot encode.
+        # Print "?" for characters that the output's encoding cannot represent.
         sys.stdout.reconfigure(errors="replace")
     try:
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``vmem control``: serves the engines of this machine over HTTP."""
+"""``vmem control``: shows and sets the memory of this user's engines over HTTP."""
 
 from __future__ import annotations
 

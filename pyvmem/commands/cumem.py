@@ -2,8 +2,8 @@
 """The baseline of benchmarks: CUDA's own virtual memory (cuMem*), through cuda.bindings.
 
 It shares no code with the `cuda` back end. Every function of cuda.bindings returns a tuple whose
-first item is the CUresult; `call` checks it and unwraps the rest. Importing this module needs no
-CUDA; `Cuda()` does and raises `CudaUnavailable` with the reason.
+first item is the CUresult; `call` checks it and unwraps the rest. Importing this module does not
+need CUDA; `Cuda()` does, and raises `CudaUnavailable` with the reason if it is not usable.
 
 Source: CUDA driver API, "Virtual Memory Management".
 """
@@ -26,8 +26,8 @@ class CudaCallError(Exception):
     """A CUDA call failed.
 
     Attributes:
-        status: number of the CUresult.
-        name: its name.
+        status: the CUresult as a number.
+        name: the name of the CUresult.
     """
 
     def __init__(self, function: str, status: int, name: str) -> None:
@@ -59,7 +59,7 @@ class Cuda(Closable):
         self._open = True
 
     def call(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Calls `fn` and checks its status; returns its result, a tuple of several, or None."""
+        """Calls `fn` and checks its status; returns its result, or a tuple if it has several."""
         error, *results = fn(*args)
         self.check(fn.__name__, error)
         if not results:
@@ -77,16 +77,16 @@ class Cuda(Closable):
         return int(self.call(self.driver.cuDeviceGetAttribute, which, self.device))
 
     def name(self) -> str:
-        """Name of the device."""
+        """Returns the device's name."""
         text = self.call(self.driver.cuDeviceGetName, 256, self.device)
         return bytes(text).split(b"\0")[0].decode()
 
     def version(self) -> int:
-        """CUDA version of the driver, such as 13000."""
+        """Returns the driver's CUDA version, such as 13000."""
         return int(self.call(self.driver.cuDriverGetVersion))
 
     def memory(self) -> tuple[int, int]:
-        """Returns the (free, total) bytes of the device."""
+        """Returns the device's free and total memory in bytes."""
         free, total = self.call(self.driver.cuMemGetInfo)
         return int(free), int(total)
 
@@ -98,7 +98,7 @@ class Cuda(Closable):
 
 
 class CuMem:
-    """Arguments for timed cuMem* calls on one device, and untimed calls.
+    """Prepares arguments for timed cuMem* calls on one device, and makes untimed calls.
 
     The timed loops call `driver.cuMem...` directly with the argument tuples built here, so that a
     sample times a single call of cuda.bindings and none of our code.
@@ -163,7 +163,7 @@ class CuMem:
         self.cuda.call(self.driver.cuMemMap, *self.map_args(addr, nbytes, handle))
 
     def set_access(self, addr: int, nbytes: int) -> None:
-        """Gives this device read and write access."""
+        """Gives this device read and write access to a range."""
         self.cuda.call(self.driver.cuMemSetAccess, *self.access_args(addr, nbytes))
 
     def unmap(self, addr: int, nbytes: int) -> None:
@@ -175,7 +175,7 @@ class CuMem:
         self.cuda.call(self.driver.cuMemRelease, handle)
 
     def check_all(self, name: str, results: list[tuple[Any, ...]]) -> list[Any]:
-        """Checks the results of a timed loop; returns their second items, if any."""
+        """Checks the results of a timed loop; returns each call's value, or None if it has none."""
         for result in results:
             self.cuda.check(name, result[0])
         return [result[1] if len(result) > 1 else None for result in results]

@@ -43,7 +43,7 @@ def _size(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Sets the limit of all engines with this name or id; returns 1 if no engine has it."""
+    """Sets the engine's limit on each of its devices; returns 1 if there is no such engine."""
     folder = folder_of(args)
     there: dict[str, Ledger] = {}
     with ExitStack() as stack:

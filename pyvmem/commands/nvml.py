@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Reads a card's name, memory and free memory from NVIDIA's management library.
+"""Reads a GPU's name, memory and free memory from NVIDIA's management library.
 
 Unlike CUDA, the library needs no context, which would take up GPU memory.
 """
@@ -18,7 +18,7 @@ _NAME_SIZE = 96
 
 
 class _Memory(ctypes.Structure):
-    """nvmlMemory_t."""
+    """The C structure nvmlMemory_t."""
 
     _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
 
@@ -29,7 +29,7 @@ class Card:
 
     Attributes:
         name: product name.
-        memory, free: bytes of memory, and bytes that no process holds.
+        memory, free: total memory, and memory that no process holds, in bytes.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Card:
 
 
 class Cards:
-    """The GPUs of this machine, by UUID; empty if the library is missing or fails."""
+    """Looks up this machine's GPUs by UUID; finds none if the library is missing or fails."""
 
     def __init__(self, library: ctypes.CDLL | None) -> None:
         self._library = library

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Renders a run as one self-contained HTML file: machine, command, tables, pictures and raw data.
 
-``--report FILE`` of every benchmark and of ``vmem selftest`` writes it; ``--plot FILE`` draws only
+Every benchmark and ``vmem selftest`` write it with ``--report FILE``; ``--plot FILE`` draws only
 the pictures. The page loads nothing and runs no script; its last link is the run's JSON.
 """
 
@@ -81,7 +81,7 @@ def _size(row: Row) -> str:
 
 
 def _rows(rows: Sequence[Row]) -> str:
-    """Returns the rows of a part: times with their spread, and single numbers."""
+    """Returns a table of a part's rows: times with their percentiles, and single numbers."""
     heads = ("what", "system", "page", "unit", "median or value", "p90", "p99", "note")
     return _table(
         heads,
@@ -199,7 +199,7 @@ def _inline(part: Document) -> str:
 
 
 def _aim(aim: Document) -> tuple[Any, ...]:
-    """Formats an aim and, if it applies to the machine, whether it is reached."""
+    """Formats an aim and, if it applies to the machine, whether it was reached."""
     bound = aim.get("aim")
     wanted = "" if bound is None else f"{aim['op']} {number(bound)}"
     judged = wanted and aim.get("applies") and aim.get("pass") is not None
@@ -208,7 +208,7 @@ def _aim(aim: Document) -> tuple[Any, ...]:
 
 
 def _where(machine: Document) -> str:
-    """Describes the machine in a line."""
+    """Describes the machine in one line."""
     gpu = machine.get("gpu")
     words = [f"{gpu}, driver {machine.get('driver')}" if gpu else "no GPU"]
     words += [str(machine[key]) for key in ("cpu", "kernel") if machine.get(key)]
@@ -216,7 +216,7 @@ def _where(machine: Document) -> str:
 
 
 def _parts(document: Document) -> Iterable[str]:
-    """Formats a benchmark's parts and the rows not measured."""
+    """Formats a benchmark's aims and parts, and the rows that were not measured."""
     aims = [one for one in document.get("aims", []) if one.get("value") is not None]
     if aims:
         yield "<h2>In short</h2>"
@@ -258,7 +258,7 @@ def page(document: Document, command: str, name: str = "result.json") -> str:
     """Returns a run as an HTML page.
 
     Args:
-        document: the run's JSON document, of a benchmark or the self-test.
+        document: the JSON document of a run of a benchmark or the self-test.
         command: the command line that ran it.
         name: the file name under which the page offers the JSON.
     """

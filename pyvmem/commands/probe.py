@@ -26,15 +26,15 @@ class ProbeResult:
 
     Attributes:
         backend: name of the back end.
-        usable: a context was opened, and a page mapped, written, read and unmapped.
-        used: ``"auto"`` uses this back end.
+        usable: whether a context was opened, and a page mapped, written, read and unmapped.
+        used: whether ``"auto"`` uses this back end.
         error: positive errno of the failure; 0 if usable.
         error_name: symbol of `error`.
         caps: capabilities of the back end.
-        page_sizes: bytes, ascending.
+        page_sizes: page sizes in bytes, ascending.
         driver: the driver's version.
         device_name: name of the requested device.
-        reason: why it is not usable, or the result of the test.
+        reason: why the back end is not usable, or the result of the test.
     """
 
     backend: str
@@ -50,7 +50,7 @@ class ProbeResult:
 
 
 def probe(device: Any = 0) -> list[ProbeResult]:
-    """Tries every back end, in the order of ``"auto"``, and closes it again.
+    """Tries every back end, in the order of ``"auto"``, and leaves none open.
 
     Args:
         device: CUDA ordinal, torch.device or cuda.core Device.

@@ -45,11 +45,11 @@ def table(
     """Formats rows as columns; the first `left` columns are flush left, the others flush right.
 
     Args:
-        width: of the output; None: of the terminal, if standard output is one. If the table is
+        width: the output's width; None: the terminal's, if standard output is one. If the table is
             wider, text is wrapped within its column, the widest column first; if that is not
-            enough, the columns are printed in blocks one below the other, each with the first
-            column.
-        rule: a line below the header.
+            enough, the columns are printed in blocks one below the other, each of which starts
+            with the first column.
+        rule: whether to draw a line below the header.
     """
     room = columns() if width is None else width
     lines = [header, *rows]

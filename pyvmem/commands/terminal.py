@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Output to a terminal: its width, its colours, and text that is redrawn in place."""
+"""Output to a terminal: its width, its colors, and text that is redrawn in place."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _PAINT = re.compile(r"\x1b\[\d*m")
 
 
 def columns(file: TextIO | None = None) -> float:
-    """Returns the columns of a terminal; infinity for files and pipes, whose lines are not cut."""
+    """Returns a terminal's width; infinity for files and pipes, whose lines are not cut."""
     return shutil.get_terminal_size().columns if (file or sys.stdout).isatty() else math.inf
 
 
 def has_colour(file: TextIO | None = None) -> bool:
-    """Returns true for a terminal, unless NO_COLOR is set or it has no colours."""
+    """Returns true for a terminal that has colors, unless NO_COLOR is set."""
     return (
         (file or sys.stdout).isatty()
         and not os.environ.get("NO_COLOR")
@@ -36,17 +36,17 @@ def has_colour(file: TextIO | None = None) -> bool:
 
 
 def painted(text: str, colour: str) -> str:
-    """Returns text in a colour, or bold; unchanged if `colour` is ""."""
+    """Returns `text` in a color, bold or dim; unchanged if `colour` is ""."""
     return f"\x1b[{colour}m{text}\x1b[0m" if text and colour else text
 
 
 class Live(Scoped):
-    """Text redrawn in place; the last version stays on the screen. Thread-safe.
+    """Text that is redrawn in place; its last version stays on the screen. Thread-safe.
 
-    Lines are cut at the terminal's width, and lines below its last one are left out: they would
-    make the terminal scroll, and text that has scrolled away cannot be redrawn. Lines that the
-    program prints in the meantime appear above the text. If the output is not a terminal, only the
-    last text is printed.
+    Lines are cut at the terminal's width. Lines that do not fit on the screen are left out: they
+    would make the terminal scroll, and text that has scrolled away cannot be redrawn. Lines that
+    the program prints in the meantime appear above the text. If the output is not a terminal, only
+    the last text is printed.
     """
 
     def __init__(self, file: TextIO | None = None) -> None:
@@ -114,7 +114,7 @@ class _Above(io.TextIOBase):
 
 
 def _cut(line: str, width: int) -> str:
-    """Cuts a line to `width` characters, not counting colour codes."""
+    """Cuts a line to `width` characters, not counting color codes."""
     room, kept, at = width, [], 0
     for paint in _PAINT.finditer(line):
         kept += [line[at : min(paint.start(), at + room)], paint.group()]

@@ -67,7 +67,7 @@ def add_ledger(parser: argparse.ArgumentParser) -> None:
 
 
 def folder_of(args: argparse.Namespace) -> Path:
-    """Returns the folder of ``--ledger``, or the default.
+    """Returns the folder that ``--ledger`` names, or the default one.
 
     Raises:
         LedgerError: ``VMEM_LEDGER`` names a folder that does not exist.
@@ -82,7 +82,7 @@ def folder_of(args: argparse.Namespace) -> Path:
 
 
 def seconds(text: str) -> float:
-    """Parses an interval given on the command line."""
+    """Parses a command-line interval in seconds."""
     with contextlib.suppress(ValueError):
         if 0 < (value := float(text)) <= MOST_SECONDS:
             return value
@@ -111,7 +111,7 @@ def read(folder: Path, sort: str = "engine") -> Reading:
 
 
 def _host() -> Card | None:
-    with contextlib.suppress(OSError, KeyError):  # /proc need not be mounted
+    with contextlib.suppress(OSError, KeyError):  # /proc may not be mounted
         memory = meminfo()
         return Card("", memory["MemTotal"], memory["MemAvailable"])
     return None

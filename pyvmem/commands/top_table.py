@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The tables of ``vmem top``: a device's memory, its engines, and their sum."""
+"""Renders the tables of ``vmem top``: each device's memory, its engines, and their sum."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Device:
 
     Attributes:
         card: name of the GPU; ``""`` if unknown.
-        memory, free: bytes of the device, and free bytes; None if unknown.
+        memory, free: the device's total and free memory in bytes; None if unknown.
         engines: a record for each engine, with the table's columns.
     """
 

@@ -7,9 +7,9 @@
     pyvmem.telemetry.Telemetry() ... .serve(9464)       # in the program
     vmem watch 9464                                     # in another terminal
 
-Both draw `KVCache.stats` and `KVCache.snapshot`; the second reads them as JSON from a server that
-listens only on localhost. A row is a slot; a character stands for a number of its pages in each
-tensor.
+Both draw `KVCache.stats` and `KVCache.snapshot`; the second reads them as JSON from a server, which
+by default accepts only local connections. Each row is a slot; each character stands for a number of
+the slot's pages in every tensor.
 """
 
 from __future__ import annotations
@@ -89,8 +89,9 @@ def draw(caches: Mapping[str, Numbers], width: int = WIDTH, rows: int = 40) -> s
 
     Args:
         caches: the result of `Telemetry.caches`.
-        width: columns; a longer request makes a character stand for more pages.
-        rows: maximum slots drawn per cache.
+        width: width of the frame in columns; with longer requests, a character stands for more
+            pages.
+        rows: maximum number of slots drawn per cache.
     """
     if not caches:
         return "no cache is open"
@@ -151,7 +152,7 @@ def _positive(interval: float) -> None:
 
 
 def _url(where: str) -> str:
-    """Returns the URL of a program that serves `Telemetry`.
+    """Converts a port, ``host:port`` or URL to the URL of a program that serves `Telemetry`.
 
     Raises:
         InvalidArgument: `where` is not a port, a host and port, or a URL.
@@ -191,7 +192,7 @@ def fetch(where: str) -> dict[str, Any]:
 
     Raises:
         OSError: no server answers.
-        InvalidArgument: `where` is malformed, or the server is not a `Telemetry.serve`.
+        InvalidArgument: `where` is malformed, or the server is not that of `Telemetry.serve`.
     """
     url = _url(where)
     wrong = InvalidArgument(
@@ -237,7 +238,7 @@ def add_parser(sub: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draws until interrupted or the program exits, or once."""
+    """Draws once, or until interrupted or the watched program ends; returns the exit status."""
     try:
         found = fetch(args.where)
     except OSError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A feature: its origin, its calls, and its requirements on a back end."""
+"""Describes a feature: its origin, its calls, and what it requires of a back end."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ _MEANING = {
 
 
 class BackEnd(Protocol):
-    """The properties of a back end: a `pyvmem.ContextInfo`, or a `Probed` record."""
+    """The properties of a back end, which `pyvmem.ContextInfo` and `Probed` records have."""
 
     @property
     def backend(self) -> str:
-        """Name of the back end."""
+        """The back end's name."""
 
     @property
     def caps(self) -> Caps:
-        """Its capabilities."""
+        """The back end's capabilities."""
 
     @property
     def page_sizes(self) -> tuple[int, ...]:
-        """Its page sizes in bytes."""
+        """The back end's page sizes in bytes."""
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """CUDA ordinals that it was opened on."""
+        """CUDA ordinals of the devices on which it was opened."""
 
 
 @dataclass(frozen=True)
 class Feature:
-    """A row of the table.
+    """A feature of the cache: a row of `pyvmem.features.table`.
 
     Attributes:
         key: unique name in files.
@@ -70,7 +70,7 @@ class Feature:
     packages: tuple[str, ...] = ()
 
     def lacks(self, info: BackEnd) -> list[str]:
-        """Lists the requirements that a back end does not meet; empty if it supports this."""
+        """Lists the requirements that a back end does not meet; [] if it supports the feature."""
         caps = (cap for cap in Caps if cap in self.caps and cap not in info.caps)
         sizes = (size for size in self.page_sizes if size not in info.page_sizes)
         few = len(info.devices) < self.devices

@@ -12,7 +12,7 @@ __all__ = ["Probed", "about"]
 
 
 def about(info: ContextInfo) -> dict[str, Any]:
-    """Returns the properties of a context to save, as JSON data."""
+    """Returns the properties of a context that a record contains, as JSON data."""
     return {
         "backend": info.backend,
         "driver": info.driver,
@@ -26,7 +26,7 @@ def about(info: ContextInfo) -> dict[str, Any]:
 
 
 _RENAMED = {"CONSOLIDATE": "JOIN"}
-"""Current names of capabilities, by the names in old records."""
+"""Maps the names of capabilities in old records to their current names."""
 
 
 @dataclass(frozen=True)

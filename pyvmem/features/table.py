@@ -2,7 +2,7 @@
 """The table of features, with their requirements.
 
 The cache looks up here which calls to reject. libvmem rejects calls of a context (create, map,
-retain) by the same capabilities; a test compares every row with actual behaviour.
+retain) by the same capabilities; a test compares every row with actual behavior.
 """
 
 from __future__ import annotations

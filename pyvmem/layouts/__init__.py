@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The layout adviser: the cost of each group size and page size, and the best (`vmem layouts`)."""
+"""The layout adviser (`vmem layouts`): computes each layout's cost, and picks the best layout."""
 
 from pyvmem.layouts.adviser import CALL_US, PAGE_SIZES, Advice, Limits, advise, call_us, choices
 from pyvmem.layouts.cost import Choice, Cost, Held, cost

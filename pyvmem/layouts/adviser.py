@@ -3,13 +3,14 @@
 
 The rule, in order:
 
-1. Mapping must be hidden: at the layout's own batch, the map calls of an iteration, which run in
-   the background, take at most half of it.
-2. Of these, the layouts within 1 % of the best score are kept. The score is the batch size divided
+1. Mapping must be hidden: at the layout's own batch size, the map calls of an iteration, which run
+   in the background, take at most half of it.
+2. Of these, the layouts within 1% of the best score are kept. The score is the batch size divided
    by the attention time once the memory is full (`pyvmem.layouts.entries`): on a full card, the
    part of a request that does not fill 2 MB blocks is slow to read if layers share a tensor and
-   pages are smaller.
-3. Of these, the fewest map calls, then the smallest group, then the smallest page.
+   pages are smaller than that.
+3. Of these, the layout with the fewest map calls is picked, then the smallest group, then the
+   smallest page.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ __all__ = [
 PAGE_SIZES = (64 << 10, 128 << 10, 256 << 10, 2 << 20)
 
 CALL_US = {"stock": 13.0, "cuda": 24.6, "uvm": 0.0}
-"""Microseconds of a map call for one run, by back end.
+"""Microseconds that a map call takes for one run, by back end.
 
-Measured on an H200: `stock` one ioctl; `cuda` create, map and set access of 2 MB. `uvm` makes one
-call for a whole step, which has not been timed yet: 0 disables rule 1. The driver serializes the
-calls of several processes: if all n ranks of a machine map at once, a call takes n times as long
-(`vmem bench devices`).
+The times are from an H200: for `stock`, one ioctl; for `cuda`, creating and mapping 2 MB and
+setting its access. `uvm` makes one call for a whole step, which has not been timed yet: 0 disables
+rule 1. The driver serializes the calls of several processes: if all n ranks of a machine map at
+once, a call takes n times as long (`vmem bench devices`).
 """
 
 _CLOSE = 0.01  # how close to the best score a layout must be, as a fraction
@@ -51,7 +52,7 @@ _HIDDEN = 0.5  # maximum time of map calls, as a fraction of an iteration
 
 
 def call_us(backend: str, ranks: int = 1) -> float:
-    """Returns an upper bound, in us, of a map call while `ranks` ranks map at the same time.
+    """Returns the longest time of a map call, in us, while `ranks` ranks map at the same time.
 
     `stock` stands in for a back end that was not measured.
     """
@@ -63,8 +64,8 @@ class Limits:
     """Bounds that a layout must stay within.
 
     Attributes:
-        call_us: microseconds of a map call; see `call_us`.
-        iteration_ms: milliseconds of a decode iteration of the whole batch.
+        call_us: microseconds per map call, as the function `call_us` returns it.
+        iteration_ms: duration of a decode iteration of the whole batch, in milliseconds.
         max_group: maximum layers in one tensor; more than the default have not been measured.
     """
 
@@ -107,7 +108,7 @@ def choices(
 
 
 def mapping_ms(one: Cost, limits: Limits) -> float:
-    """Returns the milliseconds of map calls in an iteration of the layout's own batch."""
+    """Returns the time, in ms, of the map calls in an iteration of the layout's own batch."""
     return one.batch * one.calls_per_token * limits.call_us / 1e3
 
 

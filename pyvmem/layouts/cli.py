@@ -42,12 +42,12 @@ __all__ = ["RESERVE", "add_parser", "budget", "run"]
 RESERVE = 0.1
 """The fraction of a GPU's memory reserved for activations, the CUDA context and libraries.
 
-Engines reserve the same by default (vLLM's ``gpu_memory_utilization`` of 0.9).
+Engines reserve the same fraction by default (vLLM's ``gpu_memory_utilization`` of 0.9).
 """
 
 
 def budget(shape: ModelShape, memory: int, reserve: float = RESERVE) -> int:
-    """Returns the bytes for keys and values on each rank: `memory` without reserve and weights.
+    """Returns the bytes for keys and values on each rank: `memory` less reserve and weights.
 
     Raises:
         InvalidArgument: nothing is left.

@@ -31,7 +31,7 @@ __all__ = ["Choice", "Cost", "Held", "cost", "held_by", "layouts_of", "page_tabl
 _KB64 = 64 << 10
 _MAX_RUN = 1 << 12
 _MAPPING_BYTES = (
-    2360  # kernel memory per mapping of `stock`, in bytes (580.159.04; benchmarks/api, "decode")
+    2360  # kernel bytes per mapping of `stock` (driver 580.159.04; benchmarks/api, "decode")
 )
 
 
@@ -42,7 +42,7 @@ class Choice:
     Attributes:
         group_size: layers that share one K and one V tensor; divides the number of layers of each
             kind.
-        page_size: bytes, a power of two.
+        page_size: page size in bytes, a power of two.
         run: pages mapped with one call when a request grows, and wasted until it fills them; a
             power of two. 1 stands for the growth of `KVCache`: up to
             `KVCacheConfig.growth_fraction` of a request's pages, reclaimed when memory is short.
@@ -68,11 +68,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Held:
-    """Average bytes of a running request.
+    """The average memory of a running request, in bytes.
 
     Attributes:
-        mapped: bytes of physical memory.
-        used: bytes of rows that hold tokens; with a window, of rows visible to the next token.
+        mapped: physical memory.
+        used: memory of rows that hold tokens; with a window, of rows visible to the next token.
         large: the part of `mapped` in whole 2 MB blocks, mapped by large entries; 0 with a
             window, which unmaps parts of its blocks.
     """
@@ -94,9 +94,9 @@ class Cost:
             kernel may read past its length; with a window also a page, the rows before the window
             and a block.
         tokens_per_growth: tokens that fit into a growth, on average.
-        calls_per_token: map calls of a back end that maps a run with a call (`stock`, `cuda`,
-            `host`), without the unmaps behind a window. `uvm` maps everything that a step needs
-            with one call.
+        calls_per_token: map calls per token on a back end that maps a run with one call (`stock`,
+            `cuda`, `host`), without the unmaps behind a window. `uvm` maps everything that a step
+            needs with one call.
         sharing_unit: tokens per block, the granularity of sharing: rows and pages have a common end
             only at multiples of it. 0 if a layer has a state, since states are not shared.
         page_table_bytes: bytes of the last level of the GPU's page table for an average request.
@@ -128,12 +128,12 @@ class Cost:
 
     @property
     def calls_per_growth(self) -> int:
-        """Map calls each time a request outgrows its pages; counted as in `calls_per_token`."""
+        """Map calls whenever a request outgrows its pages; counted as in `calls_per_token`."""
         return self.tensors
 
 
 def page_table_bytes(page_size: int) -> int:
-    """Returns the number of bytes of the GPU's page table for a page.
+    """Returns how many bytes of the GPU's page table map one page.
 
     An entry takes 8 bytes. Pages of 128 and 256 KB take two and four adjacent entries of 64 KB; a
     page of 2 MB takes one entry of the level above, which the hardware reads as 16 bytes.
@@ -149,7 +149,7 @@ def layouts_of(
     """Returns the cache's `Layout` of each layer group, for requests of up to `longest` tokens.
 
     Their page size is that of a run, since a request grows by runs. `overread_rows` rows are mapped
-    past its prompt.
+    past the request's prompt.
     """
     configs = shape.configs(
         max_batch=1,
@@ -164,8 +164,8 @@ def held_by(layout: Layout, page_size: int, unit: int, requests: Sequence[Reques
     """Returns the average memory of a running request; see the top of this module.
 
     Args:
-        layout: one whose pages are the growth steps of the request.
-        page_size: bytes of the pages that are unmapped behind a window.
+        layout: a layout whose pages are a request's growth steps.
+        page_size: size, in bytes, of the pages that are unmapped behind a window.
         unit: tokens per block; the window advances by whole blocks.
         requests: the workload.
     """
@@ -210,10 +210,10 @@ def _gone(layout: Layout, page_size: int, unit: int, tokens: int) -> int:
 
 
 def _longest_run(each: float, choice: Choice) -> int:
-    """Returns the maximum pages by which a request with `each` bytes in a tensor grows.
+    """Returns the maximum number of pages by which a request with `each` bytes per tensor grows.
 
-    Assumes memory that is full to `KVCacheConfig.low_watermark`: the cache then uses half of the
-    free memory for surplus pages, and a run is 2 MB at most.
+    The memory is assumed to be full to `KVCacheConfig.low_watermark`: the cache then uses half of
+    the free memory for surplus pages, and a run is 2 MB at most.
     """
     if choice.run > 1:
         return 1  # the layouts' pages are already runs
@@ -222,7 +222,7 @@ def _longest_run(each: float, choice: Choice) -> int:
 
 
 def _calls(layout: Layout, longest_run: int, requests: Sequence[Request]) -> float:
-    """Returns the average map calls per generated token, in all tensors of the layout."""
+    """Returns the average number of map calls per generated token, in all of the tensors."""
     fraction = KVCacheConfig.growth_fraction
     runs = (
         min(longest_run, _floor_power(int(pages * fraction))) for pages in range(layout.slot_pages)

@@ -7,8 +7,9 @@ of 64 KB: a larger sweep misses on every page, and the more layers share a page,
 reads per miss. Entries of 2 MB cover the whole card. The cache maps whole 2 MB blocks of a request
 by such entries, whatever the page size.
 
-Source: benchmarks/results/footprint-h100.json, decoding of requests of 1,024 tokens; a test
-compares the two, and mixed entries with results/logs/h100-cache-entries.log.
+The measurements are from benchmarks/results/footprint-h100.json, for decoding requests of 1,024
+tokens. A test compares this module with them, and its results for mixed entries with
+results/logs/h100-cache-entries.log.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ LARGE_ENTRY = 2 << 20
 
 _Curve = tuple[tuple[float, float], ...]
 
-# By layers in a tensor: GiB swept by a layer's attention, and its time relative to cudaMalloc
-# memory with a tensor per layer.
+# By number of layers in a tensor: the GiB that a layer's attention sweeps, and its time relative to
+# cudaMalloc memory with a tensor per layer.
 _SMALL: dict[int, _Curve] = {
     1: ((0.25, 1.00), (0.5, 1.01), (0.75, 1.01), (1.5, 1.02), (2.0, 1.02)),
     4: ((1.0, 1.01), (2.0, 1.09), (3.0, 1.09), (6.0, 1.10), (8.0, 1.11)),
@@ -44,15 +45,17 @@ def attention_time(
     """Returns decode attention time relative to cudaMalloc memory with a tensor per layer.
 
     Args:
-        page_size: bytes; 2 MB and more are mapped by large entries, less by entries of 64 KB.
+        page_size: page size in bytes; large entries map pages of 2 MB or more, entries of 64 KB
+            map smaller pages.
         group_size: layers that share a tensor.
         num_layers: number of layers with keys, values or states.
         footprint: bytes of keys and values that a step reads; on a full card, the whole budget.
-        large: fraction of these that large entries map although pages are smaller. The remaining
-            bytes need small entries.
+        large: fraction of these bytes that large entries map although the pages are smaller; small
+            entries map the rest.
 
     Returns:
-        The ratio; 1.0 means no cost. Interpolated between the measurements, constant beyond them.
+        The ratio, interpolated between the measurements and constant beyond them; 1.0 means no
+        cost.
     """
     if page_size >= LARGE_ENTRY:
         large = 1.0
@@ -64,7 +67,7 @@ def attention_time(
 
 
 def _between(points: _Curve | list[tuple[float, float]], at: float) -> float:
-    """Interpolates (x, y) points, ascending in x, at `at`; constant outside."""
+    """Interpolates (x, y) points, ascending in x, at `at`; constant beyond both ends."""
     after = bisect_left(points, (at,))
     if after == 0:
         return points[0][1]

@@ -64,7 +64,7 @@ def page_size(text: str) -> int:
 
 
 def page_sizes(text: str) -> list[int]:
-    """Parses a list of page sizes, such as "64K,2M", without duplicates."""
+    """Parses a list of page sizes, such as "64K,2M"; rejects duplicates."""
     found = [page_size(one) for one in text.split(",")]
     if len(set(found)) < len(found):
         raise argparse.ArgumentTypeError(f"{text!r} names a page size twice")
@@ -141,14 +141,14 @@ def page_name(page_size: int) -> str:
 
 
 def add_workload(parser: Any, trace: str, what: str, requests: int, **how: Any) -> None:
-    """Adds ``--trace``, and options for synthetic `what` from a seed instead.
+    """Adds ``--trace``, and options that generate synthetic `what` from a seed instead.
 
     Args:
         parser: the parser to extend.
         trace: help text of ``--trace``: the supported formats.
         what: "requests" or "prompts", for help texts.
         requests: default number of synthetic requests.
-        **how: further arguments of ``--trace``.
+        **how: further arguments of `add_argument` for ``--trace``.
     """
     add = parser.add_argument
     add("--trace", type=existing_file, help=trace, **how)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Model shapes: the memory of keys, values and weights."""
+"""Model shapes, which determine the memory of keys, values and weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ModelShape:
         num_layers, num_kv_heads, head_dim, dtype: as in `KVCacheConfig`; with `layers`, those of
             the first layer.
         weight_bytes: bytes of the weights; 0 if unknown.
-        ranks: GPUs that share the heads and the weights (tensor parallelism).
+        ranks: number of GPUs that share the heads and the weights (tensor parallelism).
         layers: the shape of every layer, if layers differ or have a sliding window, a latent or a
             state; () if all keep keys and values of every token.
     """
@@ -73,7 +73,7 @@ class ModelShape:
 
     @property
     def largest_group(self) -> int:
-        """The maximum number of layers per tensor: it divides the size of every group."""
+        """The maximum number of layers per tensor, which divides the size of every group."""
         return gcd(*(config.num_layers for config in self.configs()))
 
     @property
@@ -177,10 +177,10 @@ def shape_of(model: str, dtype: str = "") -> ModelShape:
     Args:
         model: one of `SHAPES` (case does not matter), or the path of a transformers
             ``config.json`` or its folder; the size of its weights is then unknown.
-        dtype: type of its keys and values, if such a file names none.
+        dtype: type of the keys and values if the file does not name one.
 
     Raises:
-        InvalidArgument: it is neither, or the configuration lacks a required value.
+        InvalidArgument: `model` is neither, or the configuration lacks a required value.
     """
     for name, shape in SHAPES.items():
         if name.lower() == model.lower():

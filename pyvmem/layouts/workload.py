@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Requests by length: read from public traces, or generated from a seed.
+"""Reads the lengths of requests from public traces, or generates them from a seed.
 
-Formats, recognized by their columns:
+The formats are recognized by their columns:
 
     Azure LLM inference (CSV)    TIMESTAMP,ContextTokens,GeneratedTokens
     vAttention's artifact (CSV)  num_prefill_tokens,num_decode_tokens,...
@@ -31,11 +31,11 @@ _COLUMNS = (
 
 
 class Request(NamedTuple):
-    """A request.
+    """The lengths of a request.
 
     Attributes:
-        context: tokens of its prompt.
-        output: tokens that it generates.
+        context: number of tokens of the prompt.
+        output: number of tokens to generate.
     """
 
     context: int
@@ -71,7 +71,7 @@ def read_trace(path: Path | str) -> list[Request]:
 
 
 def read_arrivals(path: Path | str) -> list[Arrival]:
-    """Reads a trace with arrival times and contents; without times, all requests arrive at 0.
+    """Reads a trace with arrival times and contents; if it has no times, all requests arrive at 0.
 
     Raises:
         InvalidArgument: as for `read_trace`.
@@ -151,8 +151,8 @@ def _request(number: int, row: Mapping[str, Any]) -> Request:
 def generate(count: int, seed: int) -> list[Request]:
     """Generates requests about as long as those of Azure's conversation trace of 2023.
 
-    Log-normal lengths with its medians (1,020 and 129 tokens), cut at its longest (14,050 and
-    1,000); the same for the same seed.
+    The lengths are log-normal, with the trace's medians (1,020 and 129 tokens), and are cut at its
+    maximum lengths (14,050 and 1,000). The same seed gives the same requests.
 
     Raises:
         InvalidArgument: `count` is not positive.

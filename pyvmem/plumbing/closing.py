@@ -42,11 +42,11 @@ class Scoped:
             self._leave()
         except Busy:
             if error is None:
-                raise  # an earlier error wins: its traceback holds the tensors
+                raise  # an earlier error takes precedence: its traceback keeps tensors alive
 
 
 class Closable(Scoped):
-    """A `Scoped` object with `close`, which leaving the block calls (see `_leave`)."""
+    """A `Scoped` object with a method `close`, which is called when the block is left."""
 
     __slots__ = ()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Locks a directory among processes and threads. Exit releases the lock, which leaves no file."""
+"""Locks a directory among processes and threads. Exiting releases the lock; no file remains."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["locked_folder"]
 
 @contextlib.contextmanager
 def locked_folder(folder: Path, patience: float) -> Iterator[bool]:
-    """Holds the lock; yields false if it could not be acquired within `patience` seconds."""
+    """Holds the lock on `folder`; yields false if it was not acquired in `patience` seconds."""
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         end = time.monotonic() + patience

@@ -42,7 +42,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Reply:
-    """A response: status and body."""
+    """A response: status, content type (`kind`), body and further headers."""
 
     status: int
     kind: str
@@ -57,7 +57,7 @@ class Reply:
 
     @classmethod
     def error(cls, status: int, message: str, /, **more: Any) -> Reply:
-        """Creates an error reply with a message and a machine-readable code."""
+        """Creates an error reply with a message and further fields for programs."""
         return cls.of({"error": {"message": message, **more}}, status)
 
 
@@ -131,7 +131,7 @@ class _Server(ThreadingMixIn, TCPServer):
         self.socket = listening
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Rejects processes of other users."""
+        """Rejects connections from other users' processes."""
         return request.family != socket.AF_UNIX or is_this_user(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -193,7 +193,7 @@ def _handler(answer: Callable[[Request], Reply], token: str) -> type[BaseHTTPReq
                     left -= len(some)
 
         def address_string(self) -> str:
-            """Returns the client's address; clients of a Unix socket have none."""
+            """Returns "" as the client's address: clients of a Unix socket have none."""
             return ""
 
         def log_message(self, format: str, *args: Any) -> None:

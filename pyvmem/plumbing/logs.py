@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Logging under the logger ``pyvmem``.
+"""Logs under the logger ``pyvmem``.
 
-Each module logs under its own child logger. At *info*: the opened back end, and why others could
-not be used. At *debug*: how a cache handles memory shortage and page changes (reclaiming, eviction,
-promotion, joins, trims). At *warning*: problems that an operator should know about, at most once a
-minute per cause. A call that finds enough memory logs nothing.
+Each module has its own child logger. The level *info* is for the opened back end, and why others
+could not be used; *debug* is for how a cache handles memory shortage and page changes (reclaiming,
+eviction, promotion, joins, trims); *warning* is for problems that an operator should know about, at
+most once a minute per cause. A call that finds enough memory logs nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def warn(log: logging.Logger, cause: str, text: str, *args: object) -> None:
     Args:
         log: the logger.
         cause: one of a few fixed names, not one per object.
-        text: with its `args`, as for `logging.Logger.warning`.
+        text, args: the message, as for `logging.Logger.warning`.
     """
     if not log.isEnabledFor(logging.WARNING):
         return

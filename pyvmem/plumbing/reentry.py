@@ -2,9 +2,9 @@
 """Re-entrant calls from finalizers and signal handlers.
 
 Python runs finalizers and signal handlers between any two bytecodes. The interrupted thread may
-hold a lock that they need, and data under this lock may be half-changed. The locks created here are
-re-entrant, and the data under them tolerates such calls. A cache's records do not, so such calls
-are rejected (`within`).
+hold a lock that they need, and the data that the lock protects may be half-changed. The locks
+created here are re-entrant, and the data that they protect tolerates such calls. A cache's records
+do not, so such calls are rejected (`within`).
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 """Cleans up libvmem objects whose Python owners were lost.
 
 An asynchronous exception (Ctrl-C) may be raised just after an object was created, before its caller
-has a reference, or while the object is being closed. Then no caller can close it, nor can a
-finalizer: it may run between a failed C call and the query of its error, and an exception in it
+has a reference, or while the object is being closed. Then no caller can close it. Nor can a
+finalizer, which may run between a failed C call and the query of its error, and whose exceptions
 would be ignored. Therefore the libvmem objects that a Python object creates are recorded
-separately, and creating the next Python object of its kind frees those of lost ones.
+separately, and creating the next Python object of the same kind frees those of lost ones.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Remains:
 
 
 def end_lost() -> None:
-    """Frees the libvmem objects of lost owners, newest first: they may lie in older ranges."""
+    """Frees the libvmem objects of lost owners, newest first, as they may lie in older ranges."""
     for key, one in reversed(list(_all.items())):
         if one.owner() is None:
             with suppress(VMemError):  # already closed, or cannot be freed yet

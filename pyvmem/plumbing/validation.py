@@ -49,7 +49,7 @@ def invalid(message: str, *, op: str, limit: int = 0, size: int = 0) -> InvalidA
 
 
 def _number(value: Any) -> str:
-    """Returns a hint to write the number, for a string such as "64K"."""
+    """Returns a hint to write a number instead of a string such as "64K"; "" for other values."""
     with contextlib.suppress(ValueError):
         return f": write {parse_bytes(value)}" if isinstance(value, str) else ""
     return ""

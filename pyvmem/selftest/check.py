@@ -29,10 +29,10 @@ class Result:
 
     Attributes:
         name: name of the check.
-        what: a sentence that describes it.
+        what: a sentence that describes the check.
         result: ``"passed"``, ``"failed"`` or ``"not run"``.
         detail: summary of the work, or the error.
-        seconds: duration.
+        seconds: duration of the check.
     """
 
     name: str
@@ -54,7 +54,7 @@ def expect(condition: bool, otherwise: str) -> None:
 
 
 def raises(error: type[VMemError], call: Callable[[], Any]) -> None:
-    """Raises Failed unless the call raises exactly this error."""
+    """Raises Failed unless the call raises `error`."""
     try:
         call()
     except error:
@@ -65,7 +65,7 @@ def raises(error: type[VMemError], call: Callable[[], Any]) -> None:
 
 
 def reserve(context: Context, size: int, *, sparse: bool = False) -> Reservation:
-    """Reserves addresses that only kernels can use: those that CUDA's copies accept are limited."""
+    """Reserves addresses that only kernels can use; those for CUDA's copies are limited."""
     visible = False if Caps.PLAIN in context.info.caps else None
     return context.reserve(size, visible=visible, sparse=sparse)
 

@@ -33,10 +33,10 @@ from pyvmem.selftest.timing import measure
 __all__ = ["FORMAT", "NOT_TESTED", "add_parser", "run"]
 
 FORMAT = 1
-"""Version of the report's layout."""
+"""Version of the report's format."""
 
 NOT_TESTED = 3
-"""Exit status if the back end cannot be used on this machine: that is not a failure."""
+"""Exit status if the back end cannot be used on this machine, which is not a failure."""
 
 _PARAMETERS = Path("/sys/module/nvidia_uvm/parameters")  # the patched module adds parameters here
 
@@ -73,7 +73,10 @@ def _samples(text: str) -> int:
 
 
 def _tested(backend: str, results: list[ProbeResult]) -> ProbeResult:
-    """Returns the result of the requested back end; for "auto", the first usable or the last."""
+    """Returns the probe result of the back end to test.
+
+    For "auto", that is the first usable back end, or the last one if none is usable.
+    """
     if backend == "auto":
         return next((one for one in results if one.used), results[-1])
     return next(one for one in results if one.backend == backend)
@@ -85,7 +88,7 @@ def _passed_over(found: ProbeResult, results: list[ProbeResult]) -> dict[str, st
 
 
 def _why_not(found: ProbeResult, others: list[str]) -> str:
-    """Explains, in a line, why nothing is tested and which back ends could be tested."""
+    """Explains, in one line, why nothing is tested and which back ends could be tested."""
     missing = found.backend == "uvm" and not any(_PARAMETERS.glob("uvm_vmem_*"))
     what = "the patched driver is not loaded" if missing else f"{found.backend} cannot be used here"
     could = " or ".join(f"--backend {name}" for name in others) or "no other back end"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Serving an unmodified transformers model from a virtually contiguous KV cache.
+"""Serves an unmodified transformers model from a virtually contiguous KV cache.
 
-The pieces: `job` (a prompt and its answer), `scheduler` (the requests that run in a step, and their
-memory), `attention` (the function that transformers calls), `engine` (the loop that drives them),
-and the modules of the demonstration ``vmem serve-demo``: `model`, `report`, `verify`, `trace`,
-`picture`. Needs the packages of the extra ``serve``.
+The pieces are `job` (a prompt and its answer), `scheduler` (the requests that run in a step, and
+their memory), `attention` (the function that transformers calls), `engine` (the loop that drives
+them), and the modules of the demonstration ``vmem serve-demo``: `model`, `report`, `verify`,
+`trace`, `picture`. Needs the packages of the extra ``serve``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use: the engine imports torch, and `vmem serve` parses its options first.
+    # Imported on first use: the engine imports torch, and `vmem serve-demo` parses options first.
     if name in __all__:
         from pyvmem.serve import engine, job
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """The attention function that an unmodified transformers model calls.
 
-It is registered under the name "vmem" with transformers' public `AttentionInterface`; transformers
-makes no mask for a name without a mask function. The step is passed with each call, as the keyword
-`vmem_step` that transformers forwards to the attention function, so this module keeps no state. The
-kernels are those of `pyvmem.attention`.
+It is registered under the name "vmem" with transformers' public `AttentionInterface`. As no mask
+function has that name, transformers creates no mask. The step is passed with each call, as the
+keyword `vmem_step` that transformers forwards to the attention function, so this module keeps no
+state. The kernels are those of `pyvmem.attention`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ NAME = "vmem"
 
 @dataclass(frozen=True)
 class AttentionStep:
-    """A step's input to the attention function; the same for all layers.
+    """A step's input to the attention function, which is the same for all layers.
 
     Attributes:
-        seen: layers that have called it.
+        seen: layers that have called the function in this step.
     """
 
     attention: Attention
@@ -62,7 +62,7 @@ def attention_forward(
 
     Raises:
         ValueError: called without a step, or with a mask or dropout.
-        NotSupported: modified scores (capped, with sinks), or a layer that attends twice.
+        NotSupported: the scores are modified (capped, with sinks), or a layer attends twice.
     """
     if vmem_step is None:
         raise ValueError(

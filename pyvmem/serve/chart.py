@@ -17,7 +17,7 @@ def chart(
     """Returns the chart's lines; an empty list if the run mapped nothing.
 
     Args:
-        steps: per step: mapped bytes, and the part of them that held tokens.
+        steps: for each step, the mapped bytes and the part of them that held tokens.
         width: width of the chart; a column shows the largest of its steps.
     """
     most = max((mapped for mapped, _ in steps), default=0)

@@ -87,7 +87,7 @@ def add_parser(sub: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the demonstration; returns 1 if anything failed, --verify included."""
+    """Runs the demonstration; returns 1 if anything, such as --verify, failed, otherwise 0."""
     # torch threads that spin at a barrier stall a busy machine: the run was eight times slower with
     # two other processes on two cores. This has no effect if torch is already loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -172,7 +172,7 @@ def _shapes(args: argparse.Namespace) -> tuple[Any, list[Shape], int]:
         The configuration, the shapes, and the number of layers that a group size must divide.
 
     Raises:
-        BadUsage: `--group-size` does not divide it.
+        BadUsage: `--group-size` does not divide that number.
     """
     from transformers import AutoConfig
 
@@ -257,7 +257,7 @@ def _take_layout(
     texts: list[str],
     dtype: str,
 ) -> str:
-    """Sets the layout advised for these prompts, unless the user chose one; prints why."""
+    """Sets the layout advised for these prompts, unless the user chose one; returns the reason."""
     from pyvmem.kvcache import LayerShape
     from pyvmem.layouts.adviser import PAGE_SIZES, Limits, advise, call_us, choices
     from pyvmem.layouts.shapes import ModelShape
@@ -278,7 +278,7 @@ def _take_layout(
     )
     lengths = [max(1, len(encode(loaded.tokenizer, one))) for one in texts]
     work = [Work(length, args.max_new_tokens) for length in lengths]
-    # Counts only the memory that a full batch needs: all free memory would favour larger pages.
+    # Count only the memory that a full batch needs: all free memory would favor larger pages.
     longest = max(one.longest for one in work)
     memory = args.memory_limit or args.max_batch * (longest * shape.token_bytes + shape.state_bytes)
     sizes = [size for size in PAGE_SIZES if size in info.page_sizes and size >= info.granule]

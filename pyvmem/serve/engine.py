@@ -52,9 +52,9 @@ class StepRecord:
     """A step as observers see it: after its memory is mapped, before the model runs.
 
     Attributes:
-        step: its number, from 0.
-        requests: request id, slot, and tokens that the slot holds in this step.
-        waiting: requests without a slot.
+        step: number of the step, from 0.
+        requests: each request's id, its slot, and the number of tokens in the slot in this step.
+        waiting: number of requests without a slot.
     """
 
     step: int
@@ -70,10 +70,10 @@ class EngineStats:
         steps: model calls.
         prompt_tokens: prompt tokens computed, including those recomputed after a preemption.
         new_tokens: tokens generated.
-        preemptions, recomputed_tokens: requests that lost their memory, and the tokens lost.
+        preemptions, recomputed_tokens: how often a request lost its memory, and the tokens lost.
         peak_running: largest number of requests in a step.
         step_s: seconds in `Scheduler.begin` (`RequestCache.admit` and `extend`): the critical path.
-        ahead_s: seconds in `Scheduler.look_ahead` (`admit` and `prepare`), for the calls alone.
+        ahead_s: seconds in calls of `Scheduler.look_ahead` (`admit` and `prepare`).
         model_s: seconds in the model, until the tokens reach the CPU.
         model_steps_s: the same per step; the first step of a shape also loads its kernels and, with
             FlexAttention, compiles them.
@@ -94,7 +94,7 @@ class EngineStats:
 
 
 class Engine(Closable):
-    """Serves requests; a context manager.
+    """Serves requests with a transformers model; a context manager.
 
     Args:
         model: a transformers causal language model on the cache's device, in the cache's dtype. Its
@@ -107,7 +107,7 @@ class Engine(Closable):
             engine.
         prefill_chunk: maximum prompt tokens of a request in one step; 0: the whole prompt. Must be
             0 if layers have a state.
-        background: map the next step's pages while the current one is computed.
+        background: whether to map the next step's pages while the current one is computed.
         observer: called with every `StepRecord`.
         kernel: attention kernel; see `pyvmem.attention.Attention`.
 
@@ -116,9 +116,9 @@ class Engine(Closable):
 
     Raises:
         ValueError: the cache's layers or heads differ from the model's.
-        NotSupported: attention other than causal, with or without windows
-            (`pyvmem.models.hf_config.plain_rows`), MLA in another form than DeepSeek-V3's, or MLA
-            in a model that also has states.
+        NotSupported: the model's attention is not causal, with or without windows
+            (`pyvmem.models.hf_config.plain_rows`), its MLA differs from DeepSeek-V3's, or it has
+            both MLA and states.
     """
 
     def __init__(
@@ -331,7 +331,7 @@ class Engine(Closable):
 
 
 def _states_of(cache: KVCache, shapes: list[Shape]) -> LayeredCache | None:
-    """Returns the cache if layers have states. Raises ValueError if the shapes differ."""
+    """Returns the cache if layers have states, else None. Raises ValueError if shapes differ."""
     held: list[type] = [LayerShape] * cache.config.num_layers
     if isinstance(cache, LayeredCache):
         held = [type(shape) for shape in cache.layers]

@@ -13,9 +13,9 @@ class FinishReason(enum.Enum):
     """The reason why a request ended."""
 
     EOS = "eos"  # the model generated an end-of-text token
-    LENGTH = "length"  # max_new_tokens reached
-    SLOT_FULL = "slot_full"  # the cache's max_seq_len reached
-    NO_MEMORY = "no_memory"  # does not fit in the KV memory even when alone
+    LENGTH = "length"  # the answer has max_new_tokens tokens
+    SLOT_FULL = "slot_full"  # the request has reached the cache's max_seq_len
+    NO_MEMORY = "no_memory"  # the request does not fit in the KV memory even alone
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Job:
         request_id: the caller's id, unique among the engine's unfinished requests.
         prompt: token ids, at least one.
         max_new_tokens: tokens to generate, at least one.
-        eos_token_ids: tokens that end the answer; the token is included in it.
+        eos_token_ids: tokens that end the answer; the answer includes the token.
         forced: teacher forcing. Token i of the answer is replaced by ``forced[i]`` before the next
             one is computed; the model's own choice is in `Completion.predictions`.
     """

@@ -3,7 +3,7 @@
 
 The package holds one GGUF file (98 MB, 4-bit weights, Apache-2.0). transformers reads it with the
 package ``gguf`` in about 15 s; the result is stored once as an ordinary model directory, in
-float32, which holds the dequantised weights exactly, and then loads in a second. Nothing is
+float32, which holds the dequantized weights exactly, and then loads in a second. Nothing is
 downloaded.
 """
 
@@ -51,9 +51,9 @@ class LoadedModel:
 
     Attributes:
         model: a transformers causal language model in evaluation mode.
-        tokenizer: its tokenizer.
-        folder: directory it was loaded from.
-        name: its display name.
+        tokenizer: the model's tokenizer.
+        folder: the directory that the model was loaded from.
+        name: the model's display name.
         eos_token_ids: tokens that end an answer.
     """
 
@@ -67,7 +67,7 @@ class LoadedModel:
 def cache_dir() -> Path:
     """Returns the directory of converted models and references: $VMEM_CACHE_DIR or ~/.cache/vmem.
 
-    If the user's home is not writable: vmem-UID in the directory of temporary files.
+    If the user's home is not writable, it is vmem-UID in the directory of temporary files.
 
     Raises:
         AccessDenied: another user owns that directory.
@@ -75,7 +75,7 @@ def cache_dir() -> Path:
     """
     if (named := folder_in("VMEM_CACHE_DIR")) is not None:
         return named
-    cache = Path(os.path.expanduser("~/.cache/vmem"))  # "~" is left as it is if there is no home
+    cache = Path(os.path.expanduser("~/.cache/vmem"))  # "~" is kept if there is no home
     there = next((one for one in (cache, *cache.parents) if one.exists()), cache)
     if cache.is_absolute() and os.access(there, os.W_OK | os.X_OK):
         return cache
@@ -86,9 +86,9 @@ def find(path: str | Path | None = None) -> Path:
     """Finds a model directory or GGUF file.
 
     Args:
-        path: a directory with a ``config.json``, a directory with one ``*.gguf``, or such a file.
-            None: the file in the installed package, which is not imported (importing it would need
-            llama.cpp).
+        path: a directory with a ``config.json``, a directory with one ``*.gguf`` file, or a
+            ``*.gguf`` file. None stands for the file in the installed package, which is not
+            imported (importing it would need llama.cpp).
 
     Raises:
         ModelNotFound: none of these exists.
@@ -208,7 +208,7 @@ def load(
 
 
 def encode(tokenizer: Any, prompt: str) -> tuple[int, ...]:
-    """Encodes a user's message, in the model's chat template if it has one."""
+    """Encodes a user's message, with the model's chat template if it has one."""
     if tokenizer.chat_template is None:
         return tuple(tokenizer(prompt)["input_ids"])
     message = [{"role": "user", "content": prompt}]

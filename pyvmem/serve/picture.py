@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Draws a run: the pages of each request over time. ``python -m pyvmem.serve.picture TRACE OUT``.
+"""Draws each request's pages over time: ``python -m pyvmem.serve.picture TRACE OUT``.
 
 TRACE is a file that ``vmem serve-demo --trace-out`` wrote; the format of OUT follows from its name
 (.svg, .png, .pdf). Needs matplotlib.
@@ -21,7 +21,7 @@ from pyvmem.serve.trace import TRACE_FORMAT
 __all__ = ["draw", "main"]
 
 _MIB = 1 << 20
-_KEPT = "0.85"  # grey: pages that no request owns
+_KEPT = "0.85"  # gray: pages that no request owns
 _Box = tuple[float, float, float, float]  # x, y, width, height
 
 
@@ -96,7 +96,7 @@ def _draw_lanes(axes: Any, trace: dict[str, Any]) -> None:
     lane = max(max(step["slots"]) for step in trace["steps"]) + 1.0
     owned, kept = _blocks(trace, lane)
     tab20 = matplotlib.colormaps["tab20"]
-    palette = [tab20(i) for i in range(20) if i not in (14, 15)]  # 14 and 15 are greys
+    palette = [tab20(i) for i in range(20) if i not in (14, 15)]  # 14 and 15 are grays
     groups = [(palette[name % len(palette)], boxes) for name, boxes in sorted(owned.items())]
     for colour, boxes in [(_KEPT, kept), *groups]:
         patches = [Rectangle((x, y), width, height) for x, y, width, height in boxes]

@@ -35,7 +35,7 @@ class AnswerPrinter:
 
     Args:
         tokenizer: the model's tokenizer.
-        prompts: by request id; a prompt is printed when its first token arrives.
+        prompts: prompts by request id; each is printed when the first token of its answer arrives.
         write: called with each line, without its newline.
         width: characters after which a line is broken at a space.
     """

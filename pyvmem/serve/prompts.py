@@ -25,7 +25,7 @@ def load(path: str | Path | None = None, count: int = 0) -> list[str]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not text in UTF-8, or has no prompt, or `count` is negative.
+        ValueError: the file is not UTF-8 text or has no prompt, or `count` is negative.
     """
     if path is None:
         text = resources.files("pyvmem.serve").joinpath("prompts.txt").read_text(encoding="utf-8")

@@ -64,7 +64,7 @@ def build(
     Args:
         setting: the run's settings and machine.
         prompts, answers, completions: one per request, in the same order.
-        cache: the cache's state once the last request has left.
+        cache: the cache's statistics after the last request.
     """
     return {
         "setting": setting,
@@ -179,7 +179,7 @@ def _time_table(result: dict[str, Any]) -> list[str]:
 
 
 def _steps(seconds: Sequence[float]) -> list[tuple[str, str]]:
-    """Formats the median model step, and the time share of the slowest tenth (kernel compiles)."""
+    """Formats the median model step, and the total of the slowest tenth (kernel compilation)."""
     if not seconds:
         return []
     slowest = sorted(seconds)[9 * len(seconds) // 10 :]

@@ -29,7 +29,7 @@ class Scheduler:
     Args:
         cache: used by this scheduler alone; the caller closes it.
         prefill_chunk: maximum prompt tokens of a sequence in one step; 0: the whole prompt.
-        background: map the next step's pages while this one is computed.
+        background: whether to map the next step's pages while this one is computed.
 
     Attributes:
         waiting: sequences without a slot, in the order in which they will join.
@@ -109,7 +109,7 @@ class Scheduler:
         self._short = False
 
     def _join(self) -> Shortage | None:
-        """Admits while slots and memory last; returns the shortage that stopped it, if any."""
+        """Admits sequences until slots or memory run short; returns that shortage, if any."""
         while self.waiting and not (self._short and self.running):
             found = self._cache.admit(self.waiting[0].tokens, room=0, reserve=self._reserve)
             if isinstance(found, Shortage):

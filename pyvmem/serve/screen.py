@@ -28,7 +28,7 @@ class Screen:
 
     Args:
         tokenizer: the model's tokenizer.
-        prompts: by request id.
+        prompts: the prompts by request id.
         cache: the cache whose memory is shown.
         console: a `rich.console.Console`; None: the standard output.
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""The transformers cache for an engine call of a model with state layers.
+"""The transformers cache for one engine call of a model with state layers.
 
-Such a layer treats each row of a batch as one request. So the engine calls the model once for all
-requests with one new token, a row each, and once for every longer request; this object loads each
-row's state from its slot and saves the new state. Attention reads slots as usual: its layers get
-the new tokens from this object.
+A state layer treats each row of a batch as one request. So the engine calls the model once for all
+requests with one new token, each in its own row, and once for every request with more; this object
+loads each row's state from its slot and saves the new state. Attention reads slots as usual: its
+layers get the new tokens from this object.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _New(_Layer):  # type: ignore[misc]  # a base that is Any
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns its arguments."""
+        """Returns the new tokens' keys and values unchanged."""
         return key_states, value_states
 
     def get_seq_length(self) -> int:
@@ -53,7 +53,7 @@ class _New(_Layer):  # type: ignore[misc]  # a base that is Any
         return self._length + query_length, 0
 
     def get_max_length(self) -> int:
-        """Returns -1: no maximum."""
+        """Returns -1: there is no maximum."""
         return -1
 
 
@@ -61,9 +61,10 @@ class StepPast(_Cache):  # type: ignore[misc]  # a base that is Any
     """The states of some slots in transformers' own layers; `save` copies them back.
 
     Args:
-        cache: the cache of the slots.
-        slots: slot of each row of the batch, in order.
-        lengths: tokens computed in each slot; 0: its states are new. Either all are 0 or none is.
+        cache: the cache that has the slots.
+        slots: the slot of each row of the batch, in order.
+        lengths: number of tokens computed in each slot, or 0 if its states are new. Either all are
+            0 or none is.
     """
 
     def __init__(self, cache: LayeredCache, slots: Sequence[int], lengths: Sequence[int]) -> None:

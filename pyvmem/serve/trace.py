@@ -9,8 +9,8 @@ of R bytes, a step whose requests hold n_1, n_2, ... tokens has mapped
 and used ``sum of n_i * R * T``, which is the same for all layouts. A static reservation gives each
 of these requests ``max_seq_len * R * T``, regardless of its length. A layout's peak is the largest
 step under that layout. The replay counts running requests only; pages that the cache keeps mapped
-for the next request appear in the measured numbers alone, so the replay of the run's own layout is
-printed next to these. Groups of different layers are summed; rows that leave a window are counted
+for the next request appear only in the measured numbers, so the replay of the run's own layout is
+printed next to them. Groups of different layers are summed; rows that leave a window are counted
 as if kept, in every layout.
 """
 
@@ -37,9 +37,9 @@ class Footprint:
 
     Attributes:
         name: description of the layout.
-        page_size: 0 for a static reservation.
-        num_tensors: virtual tensors of the cache.
-        mapped_bytes: mapped at the layout's largest step.
+        page_size: page size in bytes; 0 for a static reservation.
+        num_tensors: number of virtual tensors.
+        mapped_bytes: bytes mapped in the layout's largest step.
         used_bytes: bytes of the rows that held tokens in that step.
     """
 
@@ -60,7 +60,7 @@ class Footprint:
 
 
 class Replay:
-    """Finds the largest step of a run under a layout; ``page_size`` 0: a static reservation."""
+    """Finds a run's largest step under a layout; with `page_size` 0, a static reservation."""
 
     def __init__(self, name: str, configs: Sequence[KVCacheConfig], page_size: int) -> None:
         self.name = name
@@ -78,7 +78,7 @@ class Replay:
     def add(self, lengths: list[int]) -> tuple[int, int]:
         """Accounts for a step; returns its mapped and used bytes."""
         step = (sum(map(self.bytes_for, lengths)), sum(map(self._used, lengths)))
-        # Of equally large steps, keep the one with the most used bytes, in every layout's favour.
+        # Of equally large steps, keep the one with the most used bytes, in every layout's favor.
         self._peak = max(self._peak, step)
         return step
 
@@ -100,8 +100,8 @@ class Recorder:
 
     Args:
         cache: the run's cache.
-        page_size: its page size in bytes.
-        keep_steps: keep the data for `trace`.
+        page_size: the cache's page size in bytes.
+        keep_steps: whether to keep the data for `trace`.
     """
 
     def __init__(self, cache: KVCache, page_size: int, *, keep_steps: bool = False) -> None:

@@ -31,8 +31,8 @@ class Reference:
     """The reference answer, from ``generate``.
 
     Attributes:
-        tokens: the answer.
-        margins: for each of its tokens, best minus second-best logit, as a fraction of the best.
+        tokens: the answer's token ids.
+        margins: for each token, the difference of the two best logits, as a fraction of the larger.
     """
 
     tokens: tuple[int, ...]
@@ -56,10 +56,10 @@ class Verdict:
     """The outcome of `compare`.
 
     Attributes:
-        requests, identical: number compared, and number equal in every token.
-        allowed: requests that may differ in a tie.
+        requests, identical: number of requests compared, and of those equal in every token.
+        allowed: maximum number of requests that may differ at a tie.
         differences: all differences found.
-        passed: the rule holds.
+        passed: whether the rule at the top of this module holds.
     """
 
     requests: int
@@ -123,7 +123,7 @@ def _key(loaded: LoadedModel, job: Job) -> str | None:
 def references(
     loaded: LoadedModel, jobs: Sequence[Job], progress: Callable[[int], None] | None = None
 ) -> list[Reference]:
-    """Returns the references of jobs; cached in a folder, by a hash of everything they depend on.
+    """Returns the jobs' references, cached on disk under a hash of everything they depend on.
 
     Args:
         loaded: the model, with transformers' own attention, not an engine's.
@@ -185,9 +185,10 @@ def compare(
     completions: Iterable[Completion],
     expected: dict[int, Reference],
 ) -> Verdict:
-    """Applies the rule above to an engine's answers; serves differing requests again over `cache`.
+    """Applies the module's rule to an engine's answers; serves differing requests again.
 
     Args:
+        cache: the cache over which they are served again.
         expected: the references by request id.
     """
     found: list[Difference] = []
