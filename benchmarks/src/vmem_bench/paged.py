@@ -110,7 +110,7 @@ def _aims(command: Command, kernel: str, case: Case, blocks: Sequence[int]) -> N
 
 
 def _roofline(*rows: Any) -> float:
-    """Returns the rate of reading keys and values relative to the bandwidth, a median of buffers."""
+    """Returns the median rate of reading keys and values, relative to the memory bandwidth."""
     *forms, peak = rows
     return statistics.median(float(row["gb_per_s"]) for row in forms) / float(peak["value"])
 

@@ -65,7 +65,7 @@ class PagedBench:
         self.part, self.kernel, self.buffers, self.quick = part, kernel, buffers, quick
         self.device = buffers.device
         self._clock = timer(self.device)
-        self._graphs: list[Any] = []  # graphs, each with the captured function, which keeps the tensors alive
+        self._graphs: list[Any] = []  # each with the captured function, which holds the tensors
         self._graph_why = ""
         self._checked: list[float] = []
 

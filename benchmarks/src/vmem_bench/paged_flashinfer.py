@@ -165,7 +165,7 @@ class FlashInfer:
         return torch.arange(case.batch + 1, dtype=torch.int32) * each
 
     def _out(self, case: Case) -> torch.Tensor:
-        """Allocates the output once, because the paged wrapper would zero a new one in each call."""
+        """Allocates the output; without one, the paged wrapper zeroes a new output in each call."""
         import torch
 
         shape = (case.batch * case.q_len, case.heads, case.head_dim)

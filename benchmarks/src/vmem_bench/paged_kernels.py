@@ -166,7 +166,7 @@ class Kernel(Protocol):
 
 
 def of_slots(prefill: str, decode: str, case: Case, device: torch.device) -> Call:
-    """Returns a call of `pyvmem.attention`'s kernel `decode` or `prefill`, whichever the case needs.
+    """Returns a call of the kernel `prefill` or `decode` of `pyvmem.attention`, as the case needs.
 
     The call accepts keys and values ``[batch, rows, kv_heads, dim]`` as a cache stores them, which
     are strided if a tensor holds the rows of several layers.
