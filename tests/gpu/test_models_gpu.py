@@ -64,7 +64,7 @@ def test_windows(context: Context, kernel: str, window: int) -> None:
 
 
 def test_a_latent(context: Context) -> None:
-    """DeepSeek's latent: 16 query heads over one head of 576, of which 512 are the values."""
+    """DeepSeek's latent: 16 query heads over a head of 576, the first 512 of which are values."""
     config = KVCacheConfig(1, 1, 576, "bfloat16", max_batch=6, max_seq_len=512, tensors_per_layer=1)
     for case in CASES:
         with KVCache(config, context) as cache:

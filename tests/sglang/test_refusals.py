@@ -217,7 +217,7 @@ OLD = Path(__file__).resolve().parents[2] / "build" / "sglang-old" / "bin" / "py
 
 @pytest.mark.skipif(not OLD.exists(), reason="run scripts/sglang_setup.py old first")
 def test_a_version_of_half_a_year_ago() -> None:
-    """Loading plug-ins stops the process, as the version lacks many symbols that the pool uses."""
+    """Loading plug-ins stops the process. This version lacks many symbols that the pool uses."""
     program = """
 import importlib.util
 print(*importlib.util.find_spec("sglang").submodule_search_locations, flush=True)

@@ -68,7 +68,7 @@ class _Pools:
         async_scheduler.AsyncScheduler = ours.ElasticAsyncScheduler
 
     def _prepare(self, engine: Any) -> None:
-        """Replaces the rank processes, the thread and the least memory of an `ElasticEngine`."""
+        """Replaces the parts of an `ElasticEngine` that need processes, a thread or a model."""
         made = engine.ElasticEngine.__init__
 
         @functools.wraps(made)

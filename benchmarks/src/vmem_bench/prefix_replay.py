@@ -292,7 +292,7 @@ class Sliding:
         return max(0, whole - self._kept) // self.tree.unit
 
     def _end(self, match: Match[Tail]) -> int:
-        """Returns how much of a match can be used: sliding layers must have all needed rows."""
+        """Returns how many tokens of a match can be used, given the rows of the sliding layers."""
         unit, units = self.tree.unit, match.length // self.tree.unit
         runs: list[
             tuple[int, int]

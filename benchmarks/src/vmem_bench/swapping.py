@@ -310,7 +310,7 @@ def _measure(command: Command, part: Part, device: torch.device) -> None:
 
 
 def _add_aims(command: Command, lengths: list[int], blocks: list[int]) -> None:
-    """Adds the time to swap out and in relative to recomputation, which is faster if above 1."""
+    """Adds the time to swap relative to recomputation; above 1, recomputation is faster."""
 
     def over(out: Any, back: Any, again: Any) -> float:
         return float(out["median"] + back["median"]) / float(again["median"])

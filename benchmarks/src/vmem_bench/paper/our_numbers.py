@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Our number for each table and figure of the papers, as text.
 
-Computed from committed results, or by arithmetic over a model's shape.
+The numbers are computed from committed results, or by arithmetic over a model's shape.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def waste_by_page(_: Results) -> str:
 
 
 def addresses(_: Results) -> str:
-    """Virtual memory that Yi-34B's cache reserves on each of two GPUs."""
+    """The virtual memory that Yi-34B's cache reserves on each of two GPUs."""
     shape = SHAPES["Yi-34B"].on_ranks(2)
     buffer = 500 * 200_000 * shape.num_kv_heads * shape.head_dim * 2
     return f"{2 * shape.num_layers * buffer / 1e12:.1f} TB per GPU"
@@ -126,7 +126,7 @@ def over_blocks(file: str, kernel: str, *cases: str) -> Callable[[Results], str]
 
 
 def block_sizes(results: Results) -> str:
-    """Decode time by block size, relative to the best block size."""
+    """The decode time by block size, relative to the best block size."""
     prefix = "fa3/decode_b16_16k/paged"
     times = {
         block: results["kernels-h200"].median([f"{prefix}{block}/malloc{i}" for i in (0, 1)])
@@ -176,7 +176,7 @@ _VERSIONS = ("sdpa", "fa3")  # torch's flash kernel is FlashAttention-2
 
 
 def page_size(results: Results) -> str:
-    """Attention time with 64 KB pages, relative to cudaMalloc memory."""
+    """The attention time with 64 KB pages, relative to cudaMalloc memory."""
     names = ("decode_b64_8k", "decode_b32_32k", "prefill_32k")
     found = [results["h100"].aim(f"fa3_{name}_random") for name in names]
     return f"time with 64 KB pages relative to cudaMalloc {min(found):.3f}x to {max(found):.3f}x"
@@ -208,7 +208,7 @@ def calls(results: Results) -> str:
 
 
 def bandwidth(results: Results) -> str:
-    """Allocation bandwidth by page size, page by page and in runs."""
+    """The allocation bandwidth by page size, page by page and in runs."""
     one = results["h100"]
     single, batch = (
         " / ".join(

@@ -446,7 +446,7 @@ class Fleet:
     ) -> dict[str, dict[str, Any]]:
         """Gives several engines an order each, and waits for all answers.
 
-        Calls `look` at least every `every` seconds or so while it waits.
+        While it waits, calls `look` about every `every` seconds.
         """
         for name, what in orders.items():
             self.engines[name].send(**what)

@@ -156,7 +156,7 @@ class _Turn:
 
 
 def measure(command: Command, part: Part) -> None:
-    """Runs the part."""
+    """Runs the part ``full``."""
     args = command.args
     memory = args.kv_memory or (2 * MIB if command.quick else 48 * GIB)
     with open_fleet(command, max_num_seqs=args.requests, enable_prefix_caching=False) as fleet:

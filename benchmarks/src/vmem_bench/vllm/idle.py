@@ -17,7 +17,7 @@ __all__ = ["measure"]
 
 
 def measure(command: Command, part: Part) -> None:
-    """Runs the part."""
+    """Runs the part ``idle``."""
     args, quick = command.args, command.quick
     with open_fleet(command) as fleet:
         cap = (8 if quick else 1000) * fleet.block_bytes

@@ -28,7 +28,7 @@ __all__ = ["measure"]
 
 
 def measure(command: Command, part: Part) -> None:
-    """Runs the part."""
+    """Runs the part ``load``."""
     args = command.args
     plans = plans_of(args, kv_memory(command, 16 * GIB))
     arms = {**ARMS, **{name: name for name in plans if name not in ARMS}}

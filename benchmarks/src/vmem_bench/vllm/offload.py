@@ -43,7 +43,7 @@ _DECODING, _ARRIVING, _GAP = (
 
 
 def measure(command: Command, part: Part) -> None:
-    """Runs the part."""
+    """Runs the part ``offload``."""
     memory = kv_memory(command, 10 * GIB)
     longest = 0 if command.quick else max(_PREFIXES) + 16
     host = command.args.offload or (64 * MIB if command.quick else 24 * GIB)
