@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Helpers for tests with real kernels: conditions to run, contexts, a small cache."""
+"""Helpers for tests with real kernels: skip conditions, contexts and a small cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TENSORS = 2 * LAYERS
 
 
 def needs_gpu(count: int = 1) -> list[pytest.MarkDecorator]:
-    """Returns the marks of a module whose tests create tensors on `count` CUDA devices."""
+    """Returns the pytest marks for tests that create tensors on `count` CUDA devices."""
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [
         pytest.mark.needs_tensors,
@@ -32,7 +32,7 @@ def needs_gpu(count: int = 1) -> list[pytest.MarkDecorator]:
 
 
 def contexts(**options: Any) -> Any:
-    """A fixture: a context on each back end, checked after the test and its kernels."""
+    """Returns a fixture: a context on each back end, checked once the test's kernels are done."""
 
     @pytest.fixture(params=BACKENDS)
     def context(request: pytest.FixtureRequest) -> Iterator[Context]:
@@ -45,7 +45,7 @@ def contexts(**options: Any) -> Any:
 
 
 def make(context: Context, pages: int = 0, **changes: Any) -> KVCache:
-    """Creates a cache with memory for `pages` pages per tensor (0: no limit).
+    """Creates a cache with memory for `pages` pages per tensor, or without a limit for 0.
 
     Rows are float64, so that long sums are exact.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: every attention kernel of this GPU, over slots, against an explicit softmax.
+"""Description: attention kernels over slots on this GPU, compared with an explicit softmax.
 
 Needs a CUDA device, torch, and a back end (cuda, stock) that passes its probe; skipped otherwise.
 FlashAttention-3 is tested if vLLM, flash_attn_interface or $VMEM_FA3 provides it.
@@ -25,7 +25,7 @@ from pyvmem.attention import Attention, overread_rows, probe  # noqa: E402
 TILES: dict[str, Any] = {"overread_rows": 191, "overread_decode": True}
 pytestmark = [
     *needs_gpu(),
-    # torch's own compiler triggers it.
+    # torch's own compiler triggers this warning.
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
 ]
 context = contexts()
@@ -34,7 +34,7 @@ context = contexts()
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("kernel", ["fa3", "fa3-paged", "fa2", "flashinfer", "flex", "sdpa"])
 def test_a_kernel_is_softmax_attention(context: Context, kernel: str, width: int) -> None:
-    """Rows past the lengths are NaN, or zero for kernels that read whole tiles."""
+    """Rows past the lengths hold NaN, or zeros if the kernel reads whole tiles."""
     overread = overread_rows(kernel, torch.device("cuda"))
     for case in CASES:
         more = {"overread_rows": overread, "overread_decode": True, "poison": not overread}
@@ -72,7 +72,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_paged_call_over_any_contiguous_slot(context: Context, shape: Any) -> None:
-    """Blocks of the view may overlap. The rows past every length are NaN, then unmapped."""
+    """Blocks of the view may overlap. Rows past a length hold NaN or, further on, are unmapped."""
     heads, width, changes = shape
     for case in CASES:
         with filled(context, case, "bfloat16", heads, width, **changes) as cache:
@@ -90,7 +90,7 @@ def test_the_paged_call_over_any_contiguous_slot(context: Context, shape: Any) -
 
 @pytest.mark.parametrize("kernel", ["fa3", "fa3-paged"])
 def test_a_captured_graph_follows_the_batch(context: Context, kernel: str) -> None:
-    """Replays FlashAttention-3 in a CUDA graph with only the slots and lengths changed."""
+    """Replays a CUDA graph of FlashAttention-3 after only the slots and lengths have changed."""
     first = Case("captured", (0, 1, 2), (1, 1, 1), (5, 60, 200))
     last = Case("replayed", (3, 0, 2), (1, 1, 1), (300, 40, 220))
     case = Case("both", (0, 1, 2, 3), (1, 1, 1, 1), (300, 300, 300, 300))
@@ -116,7 +116,7 @@ def test_a_captured_graph_follows_the_batch(context: Context, kernel: str) -> No
 
 
 def test_many_steps_of_different_lengths(context: Context) -> None:
-    """Decoding and chunks alternate, as in an engine; one compiled kernel serves all."""
+    """Mixes decoding and chunks of different lengths, as in an engine."""
     for kernel in ("auto", "flex"):
         for step in range(6):
             lens = tuple(40 * step + 17 * i + 2 for i in range(4))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Description: a cache under ordinary serving load, with 2 MiB entries for 64 KB pages.
 
-Prefills, decodes, truncates, forks, uses prefixes and frees; memory is short in the second half. In
-every step a kernel reads each request's rows. Expects no fault, and the written contents in every
-row. Prints the fraction of mapped memory that has 2 MiB entries.
+Requests are prefilled, decoded, truncated, forked and freed, and memory is short at times. In every
+step a kernel reads each request's rows. Expects no fault, and the written contents in every row.
+Prints the fraction of mapped memory that 2 MiB entries map.
 
 Needs a CUDA device, torch and the back end stock; skipped otherwise.
 """
@@ -56,7 +56,7 @@ class Engine:
                 view[reqid, low:high] = self.values(reqid, low, high)
 
     def read(self, reqid: int) -> None:
-        """Starts kernels that compare all rows of a request, as attention reads them."""
+        """Starts kernels that read all rows of a request, like attention, and compare them."""
         want = self.values(reqid, 0, self.rows[reqid])
         for layer in range(LAYERS):
             for view in (self.cache.k(layer), self.cache.v(layer)):
@@ -80,7 +80,7 @@ class Engine:
         self.count("free")
 
     def step(self, more: dict[int, int]) -> bool:
-        """Adds rows to requests. If memory is short, frees the longest and returns False."""
+        """Adds rows to requests. If memory is short, frees the longest one and returns False."""
         lens = [0] * SLOTS
         for reqid, rows in self.rows.items():
             lens[reqid] = min(LONGEST, rows + more.get(reqid, 0))
@@ -156,7 +156,7 @@ def test_an_ordinary_serving_pattern(together: int, monkeypatch: pytest.MonkeyPa
             f"{now.splits} splits, {now.joins} joins, {engine.counts}"
         )
         assert {"prefill", "free", "truncate", "fork", "short"} <= set(engine.counts)
-        # with four times the tensors, runs are too short to join
+        # With four times as many tensors, runs are too short to be joined.
         if together == LAYERS:
             assert now.joins > 0
         assert now.splits > 0

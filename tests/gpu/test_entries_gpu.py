@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Description: creates, splits, joins and frees 2 MiB entries while a kernel reads.
+"""Description: 2 MiB entries are created, split, joined and freed while a kernel reads.
 
-The kernel keeps reading all pages that the operations do not change: it must see no fault and no
-wrong byte. tests/c/test_entries.c checks with the driver that the GPU's entries match the records.
+The kernel keeps reading all pages that the operations do not change, and must see no fault and no
+wrong byte. tests/c/test_entries.c asks the driver whether the GPU's entries match the records.
 
 Needs a CUDA device, torch and the back end stock; skipped otherwise.
 """
@@ -34,7 +34,7 @@ ONES = 0x0101_0101_0101_0101
 
 
 class Reader:
-    """Keeps the GPU reading the even blocks of a reservation, from a thread."""
+    """A thread that keeps the GPU reading the even blocks of a reservation."""
 
     def __init__(self, blocks: Any, want: Any) -> None:
         self._blocks, self._want = blocks, want
@@ -70,7 +70,7 @@ def run(context: Context, name: str, *args: Any, **options: Any) -> None:
 
 
 def quiet(context: Context, space: Reservation) -> Any:
-    """Populates the even blocks and splits every fourth of them; returns the words' values."""
+    """Populates the even blocks and splits every fourth one; returns the values of their words."""
     values = torch.zeros((PAIRS, PAGES, 1), dtype=torch.int64)
     for pair in range(PAIRS):
         at = space.addr + 2 * pair * BLOCK
@@ -94,7 +94,7 @@ def test_a_kernel_reads_while_entries_change() -> None:
     seed = 20261127
     print(f"seed {seed}")
     pick = random.Random(seed)
-    held: dict[int, set[int]] = {pair: set() for pair in range(PAIRS)}  # pages of odd blocks
+    held: dict[int, set[int]] = {pair: set() for pair in range(PAIRS)}  # mapped pages of odd blocks
     with Context("stock", granule=PAGE, large_entries=True) as context:
         assert Caps.LARGE_ENTRIES in context.info.caps
         space = context.reserve(2 * PAIRS * BLOCK, visible=False)

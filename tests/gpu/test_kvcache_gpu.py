@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a KVCache with running kernels: order, zeros, mapping under load.
+"""Description: a KVCache while kernels run: order, zeroed pages and mapping under load.
 
 Needs a CUDA device, torch, and a back end (cuda, stock) that passes its probe; skipped otherwise.
 """
@@ -24,7 +24,10 @@ LONG_MS = 120.0
 
 @functools.cache
 def _reader() -> Any:
-    """Compiles a kernel whose threads each read one element many times (volatile: from memory)."""
+    """Compiles a kernel whose threads each read one element many times.
+
+    The element is volatile, so that every read is from memory.
+    """
     source = """
     extern "C" __global__ void read_often(const volatile double *in, double *out, int n,
                                           int times) {
@@ -39,7 +42,7 @@ def _reader() -> Any:
 
 
 def read_often(rows: Any, times: int) -> Any:
-    """Launches a kernel that reads and sums the same rows until it ends."""
+    """Launches a kernel that reads each element `times` times; returns the sums."""
     assert rows.is_contiguous()
     out = torch.empty_like(rows)
     blocks = -(-rows.numel() // 256)
@@ -63,7 +66,10 @@ def times_for(rows: Any, stream: Any) -> int:
 
 
 def start_long_read(cache: KVCache, reqid: int, length: int, stream: Any) -> tuple[Any, Any]:
-    """Fills a slot with known rows and starts a long kernel on them; returns (result, expected)."""
+    """Fills a slot with known rows and starts a long kernel that reads them.
+
+    Returns the kernel's result and the expected result.
+    """
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         values = torch.arange(length, device="cuda", dtype=torch.float64)[:, None, None] + 1
@@ -90,7 +96,7 @@ def spoil(cache: KVCache, reqid: int, length: int) -> None:
 def test_pages_are_reclaimed_and_reused_under_a_running_kernel(
     context: Context, deferred: bool
 ) -> None:
-    """Memory suffices for one request: the next one gets the pages that a kernel still reads."""
+    """Memory suffices for one request, so the next one gets pages that a kernel still reads."""
     reader, writer = torch.cuda.Stream(), torch.cuda.Stream()
     length = 6 * ROWS
     with make(context, 6, deferred_reclaim=deferred) as cache:
@@ -152,7 +158,7 @@ def test_later_work_on_the_stream_does_not_hold_up_reclaim(context: Context) -> 
 
 
 def test_nan_is_not_handed_on_to_an_over_reading_kernel(context: Context) -> None:
-    """Weights are 0 past the length, but 0 * NaN is NaN: the tile's tail must be finite."""
+    """Weights past the length are 0, but 0 * NaN is NaN, so the tile's tail must be finite."""
     tile = 2 * ROWS
     with make(context, 8, overread_rows=tile, overread_decode=True) as cache:
         cache.alloc_reqid()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: windows, latents, 8-bit rows and FlashInfer on a GPU, against an explicit softmax.
+"""Description: windows, latents, 8-bit rows and FlashInfer, compared with an explicit softmax.
 
-Rows past every length and before every window are NaN, and memory past the last page is unmapped:
+Rows past a length or before a window hold NaN, and memory past the last page is unmapped, so that
 reading one row too many gives a wrong number or a fault. Needs a CUDA device, torch, and a back end
 (cuda, stock) that passes its probe; a kernel that is not available is skipped with the reason.
 """
@@ -28,7 +28,7 @@ from pyvmem.attention.scales import FP8  # noqa: E402
 
 pytestmark = [
     *needs_gpu(),
-    # torch's own compiler triggers it.
+    # torch's own compiler triggers this warning.
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
 ]
 context = contexts()
@@ -40,7 +40,7 @@ FP8_TOLERANCE = 0.08  # derived in tests/python/test_attention_layers.py
 @pytest.mark.parametrize("window", [24, 200])
 @pytest.mark.parametrize("kernel", ["fa3", "fa3-paged", "fa2", "flashinfer", "flex", "sdpa"])
 def test_windows(context: Context, kernel: str, window: int) -> None:
-    """Rows before a window are NaN, or finite for kernels that load whole tiles."""
+    """Rows before a window hold NaN, or finite numbers if the kernel loads whole tiles."""
     shapes = (LayerShape(2, 64, window=window), LayerShape(2, 64))
     reads = KERNELS[kernel].reads(CUDA)
     policy = {"dtype": "bfloat16", "max_batch": 6, "max_seq_len": 1024, "window_tile": 256}
@@ -64,7 +64,7 @@ def test_windows(context: Context, kernel: str, window: int) -> None:
 
 
 def test_a_latent(context: Context) -> None:
-    """DeepSeek's latent: 16 query heads over one head of 576, whose first 512 are the values."""
+    """DeepSeek's latent: 16 query heads over a head of 576, the first 512 of which are values."""
     config = KVCacheConfig(1, 1, 576, "bfloat16", max_batch=6, max_seq_len=512, tensors_per_layer=1)
     for case in CASES:
         with KVCache(config, context) as cache:
@@ -122,7 +122,7 @@ def test_a_latent_with_its_up_projections(context: Context) -> None:
 
 @pytest.mark.parametrize("width", [64, 128])
 def test_flashinfer_over_slots_of_different_length(context: Context, width: int) -> None:
-    """Prefills one by one, decoding through blocks; neither reads past a length."""
+    """Requests are prefilled one by one and decoded through blocks; neither reads past a length."""
     for case in CASES:
         with filled(context, case, "bfloat16", 2, width) as cache:
             q = queries(cache, case, 4)
@@ -142,7 +142,7 @@ def test_flashinfer_over_slots_of_different_length(context: Context, width: int)
 
 @pytest.mark.parametrize("kernel", ["fa3", "fa3-paged"])
 def test_8_bit_keys_and_values(context: Context, kernel: str) -> None:
-    """Rows written with scales: the root-mean-square error is within FP8_TOLERANCE."""
+    """Rows are written with scales, and the root-mean-square error is within FP8_TOLERANCE."""
     reads = KERNELS[kernel].reads(CUDA)
     config = KVCacheConfig(
         1,

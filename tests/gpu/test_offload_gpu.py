@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Description: our kernel copies scattered pages between plain addresses and host memory.
 
-Needs a CUDA device, torch and Triton; skipped otherwise. CUDA's own copies fault on these
+Needs a CUDA device, torch and Triton; skipped otherwise. CUDA's own copies fault at plain
 addresses, so kernels write and compare the contents.
 """
 
@@ -28,12 +28,12 @@ pytestmark = needs_gpu()
 context = contexts()
 
 BLOCKS = 256
-SLEEP = 100_000_000  # GPU clock cycles: about 60 ms
+SLEEP = 100_000_000  # GPU clock cycles, about 60 ms
 
 
 @pytest.fixture
 def memory(context: Context) -> Iterator[KVMemory]:
-    """Returns memory with one tensor, whose blocks of one page are all mapped."""
+    """Yields memory with one tensor of one-page blocks, all of which are mapped."""
     page = context.info.granule
     made = KVMemory(context, BLOCKS, [BLOCKS * page])
     made.grow([Run(0, 0, BLOCKS)])
@@ -44,7 +44,10 @@ def memory(context: Context) -> Iterator[KVMemory]:
 
 
 def both(memory: KVMemory) -> tuple[Any, StreamCopies, StreamCopies]:
-    """Returns the tensor as words, and copies out of and into it, for which its memory waits."""
+    """Returns the tensor as 8-byte words, and the copies out of it and into it.
+
+    The memory waits for these copies before it unmaps pages.
+    """
     page = memory.geometry.page_size
     kv = memory.tensor(BLOCKS * page).view(torch.int64).view(BLOCKS, page // 8)
     out, into = (StreamCopies(memory.context, way, kv.device) for way in (True, False))
@@ -55,7 +58,7 @@ def both(memory: KVMemory) -> tuple[Any, StreamCopies, StreamCopies]:
 
 
 def fill(kv: Any) -> Any:
-    """Fills the tensor at random; returns an ordinary tensor with the same contents."""
+    """Fills the tensor with random words; returns an ordinary tensor with the same contents."""
     kv.random_()
     return kv + 0
 
@@ -109,7 +112,7 @@ def test_a_copy_follows_the_steps_before_it(memory: KVMemory) -> None:
 
 
 def test_pages_stay_until_their_copy_has_ended(memory: KVMemory) -> None:
-    """Releases pages while their copy is queued: unmapping them before it runs would be fatal."""
+    """Releases pages while their copy is queued; it would fault if they were unmapped first."""
     page = memory.geometry.page_size
     kv, out, into = both(memory)
     host = HostMemory(BLOCKS * page, locked=True)
@@ -134,7 +137,7 @@ def test_pages_stay_until_their_copy_has_ended(memory: KVMemory) -> None:
 def test_a_kernel_that_cannot_be_launched(
     memory: KVMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library then makes the copies, after the steps that were launched before."""
+    """libvmem makes the copies instead, after the steps that were launched before."""
     page = memory.geometry.page_size
     kv, out, into = both(memory)
     host = HostMemory(BLOCKS * page, locked=True)

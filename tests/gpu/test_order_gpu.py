@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Description: calls are ordered after the stream or event they are given, with real kernels.
+"""Description: calls are ordered after the stream or event that they are given, with real kernels.
 
 A kernel of about 100 ms precedes the work under test on the stream in question; torch's current
-stream is a different, idle stream. A wrong order causes no fault but different bytes, so the tests
+stream is a different, idle stream. A wrong order causes no fault but wrong contents, so the tests
 compare contents.
 
 Needs a CUDA device, torch, and a back end (cuda, stock) that passes its probe; skipped otherwise.
@@ -34,7 +34,7 @@ EVENTS = ["torch event", "cuda.core event", "FdEvent"]
 
 
 class Protocol:
-    """A stream of another library, by its `__cuda_stream__` method."""
+    """A stream of another library, which only has a `__cuda_stream__` method."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
@@ -47,7 +47,7 @@ class Lane:
     """A stream with work, and the object that identifies it in a call.
 
     Attributes:
-        stream: the stream as a torch object, for launching work.
+        stream: the stream as a torch object, on which work is launched.
     """
 
     def __init__(self, kind: str) -> None:
@@ -67,7 +67,7 @@ class Lane:
         return self.kind in STREAMS
 
     def current(self) -> AbstractContextManager[Any]:
-        """Context for the call: makes the lane torch's current stream if the test requires that."""
+        """Returns a context for the call, in which the lane is torch's current stream if needed."""
         here = self.kind in ("none", "CurrentStream")
         return torch.cuda.stream(self.stream) if here else nullcontext()
 
@@ -109,7 +109,7 @@ def lane(request: pytest.FixtureRequest) -> Iterator[Lane]:
 
 @pytest.fixture(params=["torch", "cuda.core", "FdEvent"])
 def earlier(request: pytest.FixtureRequest) -> Iterator[Lane]:
-    """The work of a slot's previous owner, recorded as an event of each library."""
+    """A lane for the work of a slot's previous owner, recorded as an event of each library."""
     one = Lane(request.param)
     yield one
     one.close()
@@ -127,7 +127,7 @@ def put(cache: KVCache, reqid: int, length: int, value: float) -> None:
 
 
 def room(cache: KVCache, length: int) -> Any:
-    """Returns memory for `late_read` to write; first runs each of the tests' kernels once."""
+    """Returns an output tensor for `late_read`; first runs each of the tests' kernels once."""
     rows = cache.v(1)[0, :length]
     out = torch.full_like(rows, -1.0)
     torch.mul(rows, 1, out=out)
@@ -137,14 +137,14 @@ def room(cache: KVCache, length: int) -> Any:
 
 
 def late_read(lane: Lane, cache: KVCache, reqid: int, out: Any) -> None:
-    """Reads rows on the lane, 100 ms from now."""
+    """Queues a read of rows on the lane, after 100 ms of other work."""
     with torch.cuda.stream(lane.stream):
         torch.cuda._sleep(CYCLES)
         torch.mul(cache.v(1)[reqid, : out.shape[0]], 1, out=out)
 
 
 def late_write(lane: Lane, cache: KVCache, reqid: int, length: int, value: float) -> None:
-    """Writes rows on the lane, 100 ms from now."""
+    """Queues a write of rows on the lane, after 100 ms of other work."""
     with torch.cuda.stream(lane.stream):
         torch.cuda._sleep(CYCLES)
         put(cache, reqid, length, value)
@@ -161,7 +161,7 @@ def started(cache: KVCache, length: int, value: float) -> None:
 
 
 def needs_sharing(context: Context) -> None:
-    """Skips the test if pages cannot be mapped twice, or read-only."""
+    """Skips the test if the back end cannot map pages twice or cannot map them read-only."""
     for cap in (pyvmem.Caps.ALIAS, pyvmem.Caps.READONLY):
         if cap not in context.info.caps:
             pytest.skip(f"back end {context.info.backend} has no {cap.name}")
@@ -199,7 +199,10 @@ def test_freed_pages_are_not_touched_before_the_named_work(
 def test_the_named_stream_waits_for_the_slots_previous_owner(
     context: Context, earlier: Lane, lane: Lane, zero_fill: bool
 ) -> None:
-    """Calls step with each kind of lane after each kind of event; given an event, the CPU waits."""
+    """Calls step with each kind of lane after each kind of event.
+
+    If the lane is an event, the CPU waits.
+    """
     length = 4 * ROWS
     with one_slot(context, zero_fill=zero_fill) as cache:
         started(cache, length, 3.0)
@@ -222,7 +225,7 @@ def test_the_named_stream_waits_for_the_slots_previous_owner(
 
 
 def test_a_fork_copies_what_the_named_work_writes(context: Context, lane: Lane) -> None:
-    """The rows fill less than a page, so that all of them are copied."""
+    """The rows fill less than a page, so all of them are copied."""
     length = ROWS // 2
     needs_sharing(context)
     with make(context) as cache:
@@ -322,7 +325,7 @@ def test_a_batch_runs_after_the_named_work(context: Context, lane: Lane) -> None
 
 @pytest.mark.parametrize("kind", STREAMS)
 def test_calls_during_a_capture_neither_break_nor_join_it(context: Context, kind: str) -> None:
-    """Makes calls during a capture; a call given the stream being captured is refused."""
+    """Makes calls during a capture; a call that is given the captured stream is refused."""
     lane, busy = Lane(kind), Lane("torch")
     with one_slot(context) as cache:
         started(cache, ROWS, 3.0)

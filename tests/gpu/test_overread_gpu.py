@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: MIT
 """Description: kernels run at full speed while the slots that they read grow and shrink.
 
-Every step maps pages of every request; those of the next step are mapped in the background while
-the kernel runs. When a request ends, its pages are filled with NaN, unmapped at once, and mapped
-again for another request. So a kernel that reads further past a length than the cache allows reads
-memory that is unmapped, being mapped, being unmapped, or owned by another request. Expects no
+Every step maps pages of every request; the pages of the next step are mapped in the background
+while the kernel runs. When a request ends, its pages are filled with NaN, unmapped at once, and
+mapped again for another request. So a kernel that reads further past a length than the cache allows
+reads memory that is unmapped, being mapped, being unmapped, or owned by another request. Expects no
 fault, and outputs that are finite and bitwise equal to those of the same call on a cache whose
 slots are fully mapped. The exception is torch's scaled_dot_product_attention: two of its calls on
 the same memory sometimes differ in the last bit of a number, so only larger differences count.
 
-VMEM_OVERREAD_SECONDS (60): duration for each kernel and back end. Needs a CUDA device, torch, and a
-back end (cuda, stock) that passes its probe; skipped otherwise. FlashAttention-3 is tested if vLLM,
-flash_attn_interface or $VMEM_FA3 provides it.
+VMEM_OVERREAD_SECONDS is the duration for each kernel and back end (60 by default). Needs a CUDA
+device, torch, and a back end (cuda, stock) that passes its probe; skipped otherwise.
+FlashAttention-3 is tested if vLLM, flash_attn_interface or $VMEM_FA3 provides it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pyvmem.attention import Attention, OverRead, overread_rows, probe  # noqa: 
 
 pytestmark = [
     *needs_gpu(),
-    # torch's own compiler triggers it.
+    # torch's own compiler triggers this warning.
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
 ]
 context = contexts()
@@ -67,7 +67,7 @@ def make(context: Context, overread: int, **changes: Any) -> KVCache:
 
 
 class Rows:
-    """The keys and values of row i, per layer: the same for every request."""
+    """Random keys and values for each layer and row number, which all requests use."""
 
     def __init__(self) -> None:
         torch.manual_seed(5)
@@ -98,7 +98,7 @@ class Growing:
         self.plan()
 
     def plan(self) -> None:
-        """Chooses the next step's lengths; every request needs at least one more page."""
+        """Chooses the next step's lengths: requests grow by about a page or a chunk, or end."""
         decode = self.random.random() < 0.7
         self.new_tokens = 1 if decode else self.random.choice(CHUNKS)
         more = max(self.page_rows, self.new_tokens)
@@ -111,7 +111,10 @@ class Growing:
             self.next[reqid] = want
 
     def step(self) -> None:
-        """Grows requests to their next lengths; restarts those without room, filled with NaN."""
+        """Grows requests to their next lengths; restarts those that have filled their slots.
+
+        Before a restart, the old rows are filled with NaN.
+        """
         cache = self.cache
         for reqid in self.ended:
             (mapped,) = cache.slots.readable_rows([reqid])
@@ -132,7 +135,7 @@ class Growing:
 def test_outputs_do_not_depend_on_memory_past_the_lengths(context: Context, kernel: str) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     needed = overread_rows("fa3" if kernel == "auto" else kernel, device)
-    always = kernel != "auto"  # over-reading is allowed in decoding too
+    always = kernel != "auto"  # whether kernels may over-read in decoding too
     rows, order = Rows(), list(range(SLOTS))
     tokens = SLOTS * max(CHUNKS)
     q = torch.randn(tokens, HEADS, WIDTH, device="cuda", dtype=torch.bfloat16)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: ranks of a ParallelKVCache, one per GPU, agree through NCCL.
+"""Description: the ranks of a ParallelKVCache, one per GPU, agree through NCCL.
 
 Needs at least two CUDA devices, torch with NCCL, and a back end (cuda, stock) that passes its
 probe.
@@ -28,7 +28,7 @@ needs_ranks = pytest.mark.parametrize(
 @needs_ranks
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rank_on_each_gpu(backend: str, ranks: int, tmp_path: Path) -> None:
-    """Expects the same as tests/python/test_parallel.py does of ranks on the CPU."""
+    """Expects of ranks on GPUs what tests/python/test_parallel.py expects of ranks on the CPU."""
     results = run_ranks(backend, tmp_path, ranks)
     for answers in results["same_answers"]:
         assert ["step", -1] in answers
@@ -55,9 +55,9 @@ def test_a_rank_on_each_gpu(backend: str, ranks: int, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_many_random_calls(backend: str, ranks: int, tmp_path: Path) -> None:
-    """Compares contents and results of every rank.
+    """Compares the contents and results of all ranks.
 
-    One process group at a time: collectives of several groups on the same GPUs wait for each
-    other's time slices.
+    Only one process group runs at a time, because collectives of several groups on the same GPUs
+    wait for each other's time slices.
     """
     assert run_ranks(backend, tmp_path, ranks, 100_000, seconds=3600)["soak"] > 100_000

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: reused pages are zero, including those zeroed in the background; free memory is
-returned to the driver.
+"""Description: reused pages are zero, and free memory is returned to the driver.
+
+Pages may have been zeroed in the background.
 
 Needs a CUDA device, torch, and a back end (cuda, stock, uvm) that passes its probe.
 """
@@ -33,7 +34,7 @@ def context(request: pytest.FixtureRequest) -> Iterator[Context]:
 
 
 def change(context: Context, addr: int, size: int, *, grow: bool, dirty: bool = False) -> None:
-    """Maps new pages at `addr`, or unmaps them, in this thread."""
+    """Maps new pages at `addr` if `grow` is true, or unmaps them, in this thread."""
     ops = OpBatch(1)
     if grow:
         ops.populate(addr, size, dirty=dirty)
@@ -43,7 +44,7 @@ def change(context: Context, addr: int, size: int, *, grow: bool, dirty: bool = 
 
 
 def clean(context: Context) -> bool:
-    """Returns true if every free page is zero within a second."""
+    """Waits up to a second for free pages to be zeroed; returns whether all of them are."""
     end = time.monotonic() + 1
     while context.stats().dirty_bytes and time.monotonic() < end:
         time.sleep(0.001)
@@ -108,7 +109,7 @@ def test_free_memory_goes_back(context: Context) -> None:
     slab = max(context.info.slab_size, page)
     assert stats.slab_bytes <= 1.1 * stats.used_bytes + slab
     missing = start - torch.cuda.mem_get_info()[0]
-    # allows for the driver's page tables
+    # 64 MiB more are allowed for the driver's page tables.
     assert missing <= 1.1 * stats.used_bytes + slab + (64 << 20)
     for value, (rsv, block) in enumerate(kept):
         assert rsv.read(block * page, page) == bytes([value % 251]) * page

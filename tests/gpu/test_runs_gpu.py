@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: requests reach the limit on mappings and their runs are joined, while kernels run.
+"""Description: requests reach the limit on mappings, and their runs are joined while kernels run.
 
 Needs a CUDA device, torch and the back end stock; skipped otherwise.
 """
@@ -21,9 +21,9 @@ pytestmark = [
     pytest.mark.skipif(not STOCK, reason="stock is not usable here"),
 ]
 
-ROWS = 8  # per page
+ROWS = 8  # rows per page
 PAGE = 64 << 10
-SLEEP = 100_000_000  # GPU clock cycles: about 60 ms
+SLEEP = 100_000_000  # GPU clock cycles, about 60 ms
 
 
 def make(context: Context, slots: int, pages: int, **policy: Any) -> KVCache:
@@ -73,7 +73,7 @@ def test_joining_waits_for_kernels_of_every_stream_and_keeps_the_rows() -> None:
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["step", "step_async"])
 def test_a_small_share_of_mappings_fills_the_memory(ahead: bool) -> None:
-    """Scales the proportions of a card of 80 GB and 64 tensors down to 2 GB and 4 tensors."""
+    """Scales an 80 GB GPU with 64 tensors down to 2 GB and 4 tensors, in proportion."""
     slots, pages = 32, 8000
     with (
         Context("stock", granule=PAGE, max_mappings=4 * 1600) as context,

@@ -23,7 +23,7 @@ context = contexts()
 
 
 def rows(cache: KVCache, reqid: int, length: int) -> list[Any]:
-    """Copies the rows of all tensors with a kernel: CUDA's own copies reject these addresses."""
+    """Returns copies of a request's rows, made by a kernel: CUDA's copies reject the addresses."""
     every = [one(layer) for layer in range(LAYERS) for one in (cache.k, cache.v)]
     return [one[reqid, :length] + 0 for one in every]
 
@@ -43,7 +43,7 @@ WAYS = ["kernel", "no memory for the pieces", "library"]
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, way: str) -> list[int]:
-    """Forces copies to use `way`; returns a list that collects the bytes of each launch."""
+    """Makes copies use `way`; returns a list that collects the size of each launch in bytes."""
     launched = []
     launch = StreamCopies._launch
 

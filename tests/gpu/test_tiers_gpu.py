@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a request's pages move to another GPU, to the host and back; kernels read them.
+"""Description: a request's pages move to another GPU, to the host and back, and stay readable.
 
 Needs two CUDA devices with peer access, torch, and a back end (cuda, stock) that passes
 its probe.
@@ -37,7 +37,7 @@ def cache(request: pytest.FixtureRequest) -> Iterator[KVCache]:
 
 
 def checksum(rows: torch.Tensor) -> int:
-    """Sums the bits of the rows with a torch kernel."""
+    """Returns the sum of the rows' elements as 16-bit integers, computed by a torch kernel."""
     return int(rows.view(torch.int16).sum())
 
 

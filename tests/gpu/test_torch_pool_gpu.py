@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: torch's tensors in a VMemPool: kernels, pause and resume, CUDA graphs, exhaustion.
+"""Description: torch tensors in a VMemPool: kernels, pause and resume, CUDA graphs, exhaustion.
 
 Needs a CUDA device, torch, and a back end (cuda, stock) that passes its probe; skipped otherwise.
 """
@@ -46,7 +46,7 @@ def free_bytes() -> int:
 
 
 def matrix(size: int = 1024) -> Any:
-    """Returns a matrix of whole numbers, so that products are exact."""
+    """Returns a matrix of small integers, so that products are exact."""
     return torch.randint(-4, 5, (size, size), device="cuda").float()
 
 
@@ -134,7 +134,7 @@ def test_a_graph_replays_after_resume(pool: VMemPool) -> None:
 
 
 def test_freed_segments_come_back(context: pyvmem.Context, pool: VMemPool) -> None:
-    """Work is in flight when the segment is freed: vmem_free waits for it, as cudaFree does."""
+    """Work is in flight when the segment is freed. vmem_free waits for it, as cudaFree does."""
     with pool.use("t"):
         a = matrix(4096)
         for _ in range(100):
@@ -169,7 +169,7 @@ def test_close_with_live_tensors_is_refused(context: pyvmem.Context) -> None:
     with pytest.raises(pyvmem.Busy, match="torch holds 1 blocks"):
         pool.close()
     assert a.sum().item() == 10
-    with pool.use("t"):  # a new MemPool
+    with pool.use("t"):  # creates a new MemPool
         b = a + 1
     assert pool.owns(b)
     del a, b
@@ -247,14 +247,14 @@ def test_contents_without_locked_memory(pool: VMemPool, monkeypatch: Any) -> Non
     assert pool.stats().locked_bytes == 0
     pool.resume("weights")
     assert torch.equal(weights.cpu(), wanted)
-    product = weights @ weights  # CUDA's error was cleared
+    product = weights @ weights  # would fail if CUDA's error had not been cleared
     torch.cuda.synchronize()
     assert torch.equal(product, wanted.cuda() @ wanted.cuda())
 
 
 @pytest.mark.parametrize("memory", ["registered", "torch's", "pageable"])
 def test_reads_and_writes_of_host_memory(context: pyvmem.Context, memory: str) -> None:
-    """Uses odd alignments and lengths, longer than one copy and than the staging buffer."""
+    """Uses odd alignments, and lengths above those of one copy and of the staging buffer."""
     size = 40 * MIB
     chance = random.Random(3)
     if memory == "registered":

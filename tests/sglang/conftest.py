@@ -16,7 +16,7 @@ Start = Callable[..., served.Engine]
 
 @pytest.fixture(scope="session", autouse=True)
 def imported() -> None:
-    """Starts a process that imports SGLang for its CPU engine; tests fork their engines from it."""
+    """Imports SGLang for its CPU engine in this process, from which tests fork their engines."""
     os.environ.update(served.environment())
     import sglang.srt.entrypoints.engine
     import sglang.srt.managers.scheduler  # noqa: F401
@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    """Returns a function that returns stock SGLang's 24 tokens for each of `served.prompts`."""
+    """Returns the 24 tokens with which stock SGLang answers each of `served.prompts`."""
     log = tmp_path_factory.mktemp("stock") / "log"
     with served.served(log, {}, served.options(model)) as engine:
         found = engine.answer(served.prompts())
@@ -39,7 +39,7 @@ def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[in
 
 @pytest.fixture
 def start(model: Path, tmp_path: Path) -> Iterator[Start]:
-    """Returns a function that starts engines with the pool; it takes `env` and options."""
+    """Yields a function that starts engines with the pool, given `env` and engine options."""
     running: list[served.Engine] = []
 
     def start(env: dict[str, str] | None = None, **more: Any) -> served.Engine:

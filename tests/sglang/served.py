@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """SGLang CPU engines in processes forked from one that has imported SGLang.
 
-SGLang spawns its processes, and each spends ten seconds on imports. The tests fork them instead,
-with one exception. The forking process has no engine and has not loaded SGLang's plug-ins.
+SGLang spawns its processes, each of which spends ten seconds on imports. All tests but one fork
+them instead. The forking process has no engine and has not loaded SGLang's plug-ins.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def environment() -> dict[str, str]:
-    """Returns the environment of a process that imports SGLang."""
+    """Returns the environment for a process that imports SGLang."""
     found = importlib.util.find_spec("sglang")
     assert found is not None
     assert found.submodule_search_locations
@@ -48,7 +48,7 @@ def environment() -> dict[str, str]:
 
 
 def options(model: Path, **more: Any) -> dict[str, Any]:
-    """Returns the options of an engine for a model of `make_model`."""
+    """Returns the options of an engine that runs a model from `make_model`."""
     given = {
         "model_path": str(model),
         "device": "cpu",
@@ -104,10 +104,10 @@ def make_model(folder: Path, kind: str = "llama") -> Path:
 
     Args:
         folder: where the model's folder is created.
-        kind: llama, with 2 heads of 32 for keys and values; minicpm3, whose latent attention keeps
-            80 numbers per token; gemma3_text and mellum with a window of 32 tokens in 3 of 4
-            layers, for which SGLang uses one pool and two pools, respectively; qwen3_next with
-            states in 3 of 4 layers.
+        kind: llama, with 2 KV heads of 32; minicpm3, whose latent attention keeps 80 numbers per
+            token; gemma3_text and mellum, with a window of 32 tokens in 3 of 4 layers, for which
+            SGLang uses one pool and two pools, respectively; or qwen3_next, with states in 3 of 4
+            layers.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -129,7 +129,7 @@ def make_model(folder: Path, kind: str = "llama") -> Path:
     made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, weight in made.named_parameters():
         if kind == "gemma3_text" and "post_" in name:
-            weight.data.fill_(8.0)  # otherwise each answer repeats one token
+            weight.data.fill_(8.0)  # otherwise every answer would repeat one token
     made.save_pretrained(folder / kind)
     if kind == "qwen3_next":
         file = folder / kind / "config.json"
@@ -139,7 +139,7 @@ def make_model(folder: Path, kind: str = "llama") -> Path:
 
 
 def prompts(count: int = 4) -> list[list[int]]:
-    """Returns prompts with a common prefix, and another of four tokens."""
+    """Returns `count` prompts with a common prefix, and another prompt of four tokens."""
     shared = [(i * 37 + 11) % 500 + 3 for i in range(70)]
     own = [[(i * (k + 3)) % 500 + 3 for i in range(10 + 7 * k)] for k in range(count)]
     return [*(shared + one for one in own), [5, 6, 7, 8]]
@@ -161,7 +161,7 @@ def _call(log: Path, env: dict[str, str], function: Callable[[], None]) -> None:
 
 
 def outcome(log: Path, env: dict[str, str], function: Callable[[], None]) -> tuple[int, str]:
-    """Calls a function in a process; returns its exit status and output."""
+    """Calls a function in a forked process; returns the process's exit status and output."""
     process = FORK.Process(target=_call, args=(log, {"VMEM_SGLANG": "1", **env}, function))
     process.start()
     process.join(60)
@@ -198,8 +198,8 @@ class Engine:
     """An `sglang.Engine` in another process.
 
     Args:
-        log: file of its output.
-        env: environment of its process.
+        log: file for the engine's output.
+        env: environment variables of the engine's process.
         given: the engine's options.
 
     Raises:
@@ -227,7 +227,7 @@ class Engine:
         return found
 
     def begin(self, name: str, *args: Any, **named: Any) -> None:
-        """Starts a method call, whose result `end` returns."""
+        """Starts a call of a method, whose result `end` returns."""
         self._pipe.send((name, args, named))
 
     def ready(self, timeout: float = 0.01) -> bool:
@@ -244,7 +244,7 @@ class Engine:
         return self.end()
 
     def answer(self, ids: list[list[int]], new: int = 24, **more: Any) -> list[list[int]]:
-        """Returns greedy tokens for each prompt."""
+        """Returns the tokens of the greedy answer to each prompt."""
         return [one["output_ids"] for one in self.generate(ids, new, **more)]
 
     def generate(self, ids: list[list[int]], new: int = 24, **more: Any) -> list[dict[str, Any]]:
@@ -252,7 +252,7 @@ class Engine:
         return list(self.call("generate", input_ids=ids, sampling_params=greedy(new, **more)))
 
     def release(self) -> None:
-        """Releases the KV cache's memory once the engine is idle; a busy engine would crash."""
+        """Releases the KV cache's memory once the engine is idle, as a busy engine would crash."""
         assert becomes(lambda: self.call("flush_cache").success)
         self.call("release_memory_occupation", tags=["kv_cache"])
 
@@ -276,7 +276,7 @@ def greedy(new: int, **more: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def served(log: Path, env: dict[str, str], given: dict[str, Any]) -> Iterator[Engine]:
-    """Runs an engine for a ``with`` block."""
+    """Runs an engine during a ``with`` block."""
     engine = Engine(log, env, given)
     try:
         yield engine
@@ -285,7 +285,7 @@ def served(log: Path, env: dict[str, str], given: dict[str, Any]) -> Iterator[En
 
 
 def becomes(check: Any, timeout: float = 10) -> bool:
-    """Waits until a condition is true; returns false after `timeout` s."""
+    """Waits until a condition is true; returns false if it is not within `timeout` seconds."""
     end = time.monotonic() + timeout
     while not check():
         if time.monotonic() > end:

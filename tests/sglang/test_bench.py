@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench sglang`, quick: a stock and an elastic engine, each in a process."""
+"""Quick runs of `vmem bench sglang`: a stock and an elastic engine, each in its own process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vmem_bench.sglang.engine import STEPS
 
 
 def bench(out: Path, *more: str) -> tuple[int, dict[str, Any]]:
-    """Runs the command; returns its status and result."""
+    """Runs the command; returns its exit status and result file."""
     words = ["bench", "sglang", "--quick", "--backend", "host", "--out", str(out)]
     return main([*words, *more]), json.loads(out.read_text("utf-8"))
 
@@ -29,7 +29,7 @@ def test_elastic_and_stock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     answers = ["again/stock", *(f"{name}/elastic" for name in ("alone", "again", "batch", "slept"))]
     for name in answers:
         assert rows[f"same/{name}"]["value"] == rows[f"same/{name}"]["of"] == 8
-    assert "same/alone/stock" not in rows  # the other turns are compared with its first
+    assert "same/alone/stock" not in rows  # stock's first turn is what the others are compared with
     for arm in ARMS:
         assert rows[f"distinct/{arm}"]["value"] > 8
         assert rows[f"hits/{arm}"]["value"] > 600
@@ -53,7 +53,7 @@ def test_elastic_and_stock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_sharing_with_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Runs four engines: both arms get the same requests, and all memory is freed."""
+    """Runs four engines; both arms get the same requests, and idle engines free memory."""
     status, data = bench(tmp_path / "share.json", "--part", "share", "--rounds", "1")
     part = data["parts"]["share"]
     assert (status, part["status"]) == (0, "done"), part["why"]
@@ -62,7 +62,7 @@ def test_sharing_with_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     rows = {row["id"].partition("/")[2]: row for row in part["rows"]}
     for engine in ("vllm", "sglang"):
         counts = [rows[f"requests/{engine}/{arm}"]["value"] for arm in ("static", "elastic")]
-        assert counts[0] == counts[1] > 2 * 10  # requests in two bursts
+        assert counts[0] == counts[1] > 2 * 10  # the requests of two bursts
         assert len(rows[f"p99/{engine}/elastic"]["rounds"]) == 1
         assert len(rows[f"over/p99/{engine}"]["rounds"]) == 1
         assert rows[f"most/{engine}/elastic"]["value"] > rows[f"flushed/{engine}/elastic"]["value"]
@@ -73,7 +73,7 @@ def test_sharing_with_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_deadline_names_what_it_skipped(tmp_path: Path) -> None:
-    """The deadline expires before an engine has started, so no part runs."""
+    """A deadline ends the run during the first turn, and another before any engine starts."""
     status, data = bench(tmp_path / "one.json", "--deadline", "36")
     part = data["parts"]["sglang"]
     named = [one["id"].removeprefix("sglang/turn/") for one in part["missing"]]

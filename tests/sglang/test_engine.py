@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: SGLang's CPU engine with the pool generates stock's tokens with less memory."""
+"""Description: SGLang's CPU engine on the pool generates stock SGLang's tokens in less memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pyvmem.plumbing.http import Request
 
 
 def info(tmp_path: Path) -> EngineInfo:
-    """Returns the ledger's entry of the only engine."""
+    """Returns the ledger entry of the only engine."""
     (found,) = engines_in(tmp_path / "ledger")["host"]
     return found
 
@@ -38,7 +38,7 @@ def test_tokens_prefixes_flush_and_sleep(
     assert all(hits[:4])
     assert not any(one % page for one in hits)
     found = sum(one["meta_info"]["cached_tokens"] for one in first + again)
-    assert becomes(lambda: info(tmp_path).hits == found)  # reported after the last answer
+    assert becomes(lambda: info(tmp_path).hits == found)  # hits are reported after the last answer
     assert becomes(lambda: info(tmp_path).cached > 0 == info(tmp_path).in_use)
     assert info(tmp_path).name == "one"
     assert info(tmp_path).queries == 2 * sum(map(len, prompts()))
@@ -53,7 +53,7 @@ def test_tokens_prefixes_flush_and_sleep(
 
 
 def metrics(tmp_path: Path) -> dict[str, float]:
-    """Returns the control server's metrics of the only engine."""
+    """Returns the only engine's metrics from the control server."""
     reply = answer(tmp_path / "ledger", Request("GET", "/metrics"))
     lines = [line.rpartition(" ") for line in reply.body.decode().splitlines()]
     return {
@@ -89,9 +89,9 @@ def test_a_limit_of_few_pages(start: Start, stock: list[list[int]], tmp_path: Pa
 def test_requests_are_retracted_when_memory_is_short(
     start: Start, tmp_path: Path, overlap: bool
 ) -> None:
-    """SGLang admits two requests that do not fit together, because it expects one to finish early.
+    """SGLang admits two requests that do not fit together, as it expects one to finish early.
 
-    After a refusal, it retries the second when a short request has finished.
+    If the second is refused at first, SGLang retries it when a short request has finished.
     """
     limit = 20 * PAGE_BYTES
     engine = start(
@@ -127,11 +127,11 @@ def test_a_long_request_among_short_ones(start: Start) -> None:
 
 
 def test_latent_attention(start: Start, tmp_path: Path) -> None:
-    """Each layer has one tensor, whose 5 KB KV pages are not aligned to physical pages."""
+    """Each layer has one tensor, whose KV pages of 5 KB are not aligned to physical pages."""
     model = make_model(tmp_path, "minicpm3")
     with served(tmp_path / "log", {}, options(model)) as engine:
         stock = engine.answer(prompts())
-    page_bytes = 16 * (64 + 16) * 4 * 4  # 4 layers, in float32
+    page_bytes = 16 * (64 + 16) * 4 * 4  # 4 layers in float32
     limit = 20 * page_bytes
     engine = start({"VMEM_LIMIT": str(limit)}, model_path=str(model))
     for _ in range(2):
@@ -140,7 +140,7 @@ def test_latent_attention(start: Start, tmp_path: Path) -> None:
         assert 8 * page_bytes < most <= limit
     assert becomes(lambda: info(tmp_path).cached > 0 == info(tmp_path).in_use)
     engine.release()
-    assert info(tmp_path).used <= 2 * 4096 * 4  # page 0
+    assert info(tmp_path).used <= 2 * 4096 * 4  # the memory of page 0
     engine.call("resume_memory_occupation", tags=["kv_cache"])
     assert engine.answer(prompts()) == stock
 
@@ -151,7 +151,7 @@ def test_latent_attention(start: Start, tmp_path: Path) -> None:
 def test_sliding_windows_in_one_pool(
     start: Start, tmp_path: Path, kind: str, given: dict[str, Any]
 ) -> None:
-    """SGLang keeps tokens that precede the window; a limit makes it evict prefixes."""
+    """SGLang keeps the tokens before the window; the limit makes it evict prefixes."""
     model = make_model(tmp_path, kind)
     with served(tmp_path / "log", {}, options(model, **given)) as engine:
         stock = engine.answer(prompts())
@@ -172,7 +172,7 @@ def test_sliding_windows_in_one_pool(
 def test_tensor_parallelism(
     start: Start, stock: list[list[int]], tmp_path: Path, overlap: bool
 ) -> None:
-    """Each of two ranks stores half of each page; one has less memory, and later none to spare."""
+    """Each of two ranks stores half of each page. One rank gets a lower limit, then must sleep."""
 
     def ranks() -> list[EngineInfo]:
         return engines_in(tmp_path / "ledger")["host"]
@@ -220,7 +220,7 @@ def test_a_prompt_that_the_limit_never_allows(start: Start, stock: list[list[int
 def test_an_engine_takes_memory_from_one_that_keeps_prefixes(
     start: Start, stock: list[list[int]], tmp_path: Path
 ) -> None:
-    """Two engines share a ledger, and there is less memory than both would use."""
+    """Two engines share a ledger, with less memory than both of them would use."""
 
     def used() -> dict[str, int]:
         return {one.name: one.used for one in engines_in(tmp_path / "ledger")["host"]}
@@ -241,7 +241,7 @@ def test_an_engine_takes_memory_from_one_that_keeps_prefixes(
 
 
 def test_two_engines_at_once(start: Start, stock: list[list[int]], tmp_path: Path) -> None:
-    """Both always have requests, and there is less memory than these would use."""
+    """Both engines have requests all the time, with less memory than these would use."""
     env = {"VMEM_CAPACITY": str(26 * PAGE_BYTES)}
     engines = [start(env), start(env)]
     for _ in range(3):
@@ -256,7 +256,7 @@ def test_two_engines_at_once(start: Start, stock: list[list[int]], tmp_path: Pat
 def test_a_killed_engine_leaves_nothing(
     start: Start, stock: list[list[int]], tmp_path: Path
 ) -> None:
-    """The killed engine's memory is freed, and no request waits for more than the shared limit."""
+    """The killed engine's memory is free again, and a new engine gets it."""
     env = {"VMEM_NAME": "one", "VMEM_CAPACITY": str(20 * PAGE_BYTES)}
     engine = start(env)
     engine.begin("generate", input_ids=prompts(), sampling_params=greedy(500))
@@ -316,7 +316,7 @@ def test_a_prompt_in_chunks(start: Start, tmp_path: Path) -> None:
 def test_more_memory_is_needed_than_is_free(
     start: Start, stock: list[list[int]], tmp_path: Path
 ) -> None:
-    """A single decoding request waits for memory; the next request needs more than exists."""
+    """A single decoding request needs memory while another engine uses some of it."""
     env = {"VMEM_CAPACITY": str(24 * PAGE_BYTES), "VMEM_IDLE": "600"}
     first, second = start(env), start(env)
     first.begin("generate", input_ids=[[9] * 40], sampling_params=greedy(250))
@@ -326,7 +326,7 @@ def test_more_memory_is_needed_than_is_free(
 
 
 def test_processes_that_sglang_spawns(model: Path, tmp_path: Path, stock: list[list[int]]) -> None:
-    """A program starts the engine: every process imports SGLang and loads the plug-in."""
+    """A program starts the engine, so every process imports SGLang and loads the plug-in."""
     program = f"""
 import json
 from sglang.srt.entrypoints.engine import Engine

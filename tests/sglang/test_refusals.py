@@ -50,7 +50,7 @@ def test_all_hooks_are_in_this_version() -> None:
     ],
 )
 def test_options(model: Path, tmp_path: Path, given: dict[str, Any], text: str) -> None:
-    """SGLang calls the check after it has completed the arguments."""
+    """SGLang calls the check of the arguments once it has completed them."""
 
     def check() -> None:
         from types import SimpleNamespace
@@ -86,7 +86,7 @@ def test_a_draft_model(start: Start, model: Path) -> None:
 
 
 def test_one_of_two_servers(start: Start) -> None:
-    """A server of a disaggregated pair is refused before it creates a pool."""
+    """One server of a disaggregated pair is refused before it creates a pool."""
     with pytest.raises(ValueError, match="does not work with disaggregation_mode=decode"):
         start(disaggregation_mode="decode", disaggregation_transfer_backend="fake")
 
@@ -133,7 +133,7 @@ def test_a_limit_below_a_page(start: Start, tmp_path: Path) -> None:
 
 
 def _pool(name: str, **more: Any) -> Callable[[], None]:
-    """Creates an SGLang KV pool."""
+    """Returns a function that creates an SGLang KV pool of the class `name`."""
 
     def make() -> None:
         import torch
@@ -199,7 +199,7 @@ def test_errors_that_stop_the_process(
 
 
 def test_plug_ins_that_leave_it_out() -> None:
-    """The process exits when it imports SGLang; SGLang itself would log nothing."""
+    """The process exits when it imports SGLang, which itself would log nothing."""
     env = {**os.environ, "VMEM_SGLANG": "1", "SGLANG_PLUGINS": "other"}
     done = subprocess.run(
         [sys.executable, "-c", "import sglang.srt.utils"],
@@ -217,7 +217,7 @@ OLD = Path(__file__).resolve().parents[2] / "build" / "sglang-old" / "bin" / "py
 
 @pytest.mark.skipif(not OLD.exists(), reason="run scripts/sglang_setup.py old first")
 def test_a_version_of_half_a_year_ago() -> None:
-    """Loading plug-ins stops the process; this version lacks many symbols that the pool uses."""
+    """Loading plug-ins stops the process. This version lacks many symbols that the pool uses."""
     program = """
 import importlib.util
 print(*importlib.util.find_spec("sglang").submodule_search_locations, flush=True)

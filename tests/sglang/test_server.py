@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""SGLang's server over HTTP, started from the command line: answers, ``/metrics``, sleep."""
+"""SGLang's HTTP server, started from the command line: answers, ``/metrics`` and sleep."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from pyvmem.ledger.accounts import engines_in
 
 
 class Server:
-    """A server's port, process and output."""
+    """A running server, with its port, process and log."""
 
     def __init__(self, port: int, process: subprocess.Popen[bytes], log: Path) -> None:
         self.port, self.process, self.log = port, process, log
 
     def ask(self, path: str, body: Any = None) -> str:
-        """Sends GET, or POST with JSON; returns the answer."""
+        """Sends a GET request, or a POST request if there is a body; returns the response."""
         data = None if body is None else json.dumps(body).encode()
         kind = {"Content-Type": "application/json"}
         url = f"http://127.0.0.1:{self.port}{path}"
@@ -43,7 +43,7 @@ class Server:
         return True
 
     def metrics(self) -> dict[str, float]:
-        """Returns the pool's numbers of the only engine, by name."""
+        """Returns the pool's metrics of the only engine, by name."""
         lines = [one for one in self.ask("/metrics").splitlines() if one.startswith("vmem:")]
         assert all('device="host",engine="web"' in one for one in lines), lines
         return {one.partition("{")[0]: float(one.rpartition(" ")[2]) for one in lines}
@@ -51,7 +51,7 @@ class Server:
 
 @pytest.fixture
 def start_server(model: Path, tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    """Returns a function that starts servers with the pool; it takes `env` and options."""
+    """Yields a function that starts servers with the pool, given `env` and options."""
     running: list[subprocess.Popen[bytes]] = []
 
     def start(env: dict[str, str], *more: str) -> Server:

@@ -15,7 +15,7 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     VLLM_LOGGING_LEVEL="WARNING",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
-    # no computation is large enough for two threads, which would wait for each other
+    # No computation is large enough for two threads, which would wait for each other.
     OMP_NUM_THREADS="1",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VMEM_BACKEND="host",
@@ -26,11 +26,11 @@ import torch
 from model_shapes import MADE, SHAPES, predict_a_token_more, save_draft
 
 MODELS: dict[str, dict[str, Any]] = {
-    # A block of 32 tokens has 8 KiB per layer: eight blocks share a page.
+    # A block of 32 tokens takes 8 KiB per layer, so eight blocks share a page.
     "llama": {"model_type": "llama", "head_dim": 32, "num_hidden_layers": 2},
-    # 24 KiB: blocks straddle pages.
+    # A block takes 24 KiB, so blocks straddle pages.
     "straddling": {"model_type": "llama", "head_dim": 96, "num_hidden_layers": 1},
-    # Two groups of layers with separate blocks; one group frees its oldest blocks.
+    # Two groups of layers with separate blocks. One group frees its oldest blocks.
     "gemma": {
         "model_type": "gemma3_text",
         "head_dim": 32,
@@ -46,7 +46,7 @@ MODELS["draft"] = MODELS["llama"] | {"num_hidden_layers": 1}
 MODELS |= SHAPES
 _CHANGED = {"draft": save_draft, "deepseek": predict_a_token_more}
 
-# Default options of an engine.
+# The default options of an engine.
 SIZES: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "dtype": "float32",
@@ -60,12 +60,12 @@ SIZES: dict[str, Any] = {
     "disable_log_stats": True,
 }
 
-# Encoders, which have no KV cache.
+# Encoder models, which have no KV cache.
 ENCODERS = {"encoder": "BertModel", "classifier": "BertForSequenceClassification"}
 
 
 def tokenizer() -> Any:
-    """Creates a tokenizer in which token 7 is written t7."""
+    """Creates a tokenizer that writes token 7 as t7."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -78,10 +78,10 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Returns a function that returns the folder of a model, created on first use.
+    """Returns a function that returns the folder of a model, which is created on first use.
 
-    The path of a folder is returned unchanged. The random weights are large enough that every token
-    depends on all keys and values.
+    The function returns the path of an existing folder unchanged. The random weights are so large
+    that every token depends on all keys and values.
     """
     made: dict[str, str] = {}
 
@@ -136,7 +136,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 @pytest.fixture
 def ledger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Creates a folder for this user only, with a path short enough for the sockets in it."""
+    """Creates a folder that only this user can read, with a path short enough for sockets."""
     return tmp_path_factory.mktemp("l")
 
 
@@ -145,7 +145,7 @@ Open = Callable[..., Any]
 
 @pytest.fixture
 def start(models: Callable[[str], str], ledger: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
-    """Opens an engine: ``with start("llama", VMEM_VLLM="1", block_size=32) as llm``."""
+    """Returns a context manager: ``with start("llama", VMEM_VLLM="1", block_size=32) as llm``."""
 
     @contextmanager
     def opened(model: str, **options: Any) -> Iterator[Any]:
@@ -161,10 +161,10 @@ def start(models: Callable[[str], str], ledger: Path, monkeypatch: pytest.Monkey
             patch.setenv("VMEM_LEDGER", str(ledger))
             for key, value in env.items():
                 patch.setenv(key, value)
-            # vLLM loads plug-ins once per process, and this one runs engines with and without the
-            # pool.
+            # vLLM loads plug-ins only once per process, but this process runs engines both with and
+            # without the pool.
             plugin.register()
-            # At its start, vLLM 0.32 reads every attribute of every module. That fails for this
+            # When vLLM 0.32 starts, it reads every attribute of every module. That fails for this
             # module of llvmlite (loaded by n-gram speculation), which is not needed again.
             sys.modules.pop("llvmlite.binding.ffi", None)
             try:

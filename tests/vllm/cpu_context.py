@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Decode context parallelism on a CPU, which vLLM's CPU kernels do not support.
 
-A worker extension (``--worker-extension-cls``): vLLM imports it in each worker before it creates
-its process groups. Each rank computes plain attention over the tokens whose keys and values it
-stores.
+This is a worker extension (``--worker-extension-cls``), which vLLM imports in each worker before it
+creates its process groups. Each rank computes plain attention over the tokens whose keys and values
+it stores.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Nothing"]
 
 
 class Nothing:
-    """The extension's class, which adds nothing to the worker."""
+    """The class of the extension, which adds nothing to the worker."""
 
 
 def _slots(
@@ -36,7 +36,7 @@ def _slots(
     TOTAL_CP_RANK: int,
     *_: int,
 ) -> None:
-    """Returns the slots of tokens' keys and values on this rank; -1 if another rank stores them."""
+    """Writes the slot of each token to `slot_mapping`, or -1 if another rank stores the token."""
     slot_mapping[:max_num_tokens] = -1
     for row, (begin, end) in enumerate(pairwise(query_start_loc.tolist())):
         own = positions[begin:end]
@@ -49,7 +49,7 @@ def _slots(
 
 
 def _halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns keys and values of a single head, by block and token."""
+    """Returns the keys and the values of a single head, by block and token."""
     blocks, heads, size, _ = kv_cache.shape
     assert heads == 1
     keys, values = kv_cache.view(blocks, 2 * size, -1).chunk(2, dim=1)

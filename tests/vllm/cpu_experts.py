@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Adds the collectives of expert parallelism, which vLLM's CPU code lacks.
 
-A worker extension (``--worker-extension-cls``): vLLM imports it in each worker before it creates
-its process groups.
+This is a worker extension (``--worker-extension-cls``), which vLLM imports in each worker before it
+creates its process groups.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Nothing"]
 
 
 class Nothing:
-    """The extension's class, which adds nothing to the worker."""
+    """The class of the extension, which adds nothing to the worker."""
 
 
 def _all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
@@ -46,7 +46,7 @@ def _reduce_scatterv(
 
 
 def _own_experts(apply: Callable[..., None]) -> Callable[..., None]:
-    """Wraps a rank's kernel: maps expert ids to local ids, and zeroes other ranks' experts."""
+    """Wraps a rank's kernel to use local expert ids and a weight of 0 for other ranks' experts."""
 
     @functools.wraps(apply)
     def applied(*args: Any, **kwargs: Any) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""A process started by torchrun: an engine that is a data-parallel rank.
+"""A process that torchrun starts, whose engine is a data-parallel rank.
 
-Arguments: the folder for its results, and options of `LLM` as JSON.
+Its arguments are the folder for its results, and the options of `LLM` as JSON.
 """
 
 from __future__ import annotations

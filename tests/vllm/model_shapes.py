@@ -23,7 +23,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
     },
-    # Two layers with a Mamba2 state and two with attention: a region holds blocks of both.
+    # Two layers with a Mamba2 state and two with attention, so that a region holds blocks of both.
     "granite": {
         "model_type": "granitemoehybrid",
         "num_hidden_layers": 4,
@@ -47,8 +47,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "chunk_size": 32,
         "expand": 2,
     },
-    # Gated delta nets; the CPU kernels need bfloat16 and a head dimension of 128. An attention
-    # block is as large as a state: 96 tokens with a head dimension of 256.
+    # Gated delta nets. The CPU kernels need bfloat16 and a head dimension of 128. An attention
+    # block is as large as a state, which takes 96 tokens with a head dimension of 256.
     "qwen3_next": {
         "model_type": "qwen3_next",
         "head_dim": 256,
@@ -78,7 +78,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "block_ffn_dim_multiplier": 1.0,
         "block_auto_adjust_ff_dim": False,
     },
-    # States only, no attention.
+    # Only states, without attention.
     "mamba2": {
         "model_type": "mamba2",
         "num_hidden_layers": 2,
@@ -121,7 +121,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "model_type": "deepseek_v3",
         "num_hidden_layers": 3,
         "q_lora_rank": 32,
-        "kv_lora_rank": 512,  # its kernels support only these two sizes
+        "kv_lora_rank": 512,  # its kernels support only this rank and this rotary size
         "qk_rope_head_dim": 64,
         "qk_nope_head_dim": 32,
         "v_head_dim": 32,
@@ -138,7 +138,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def _weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    """Changes the weights in a folder; `change` modifies them in place, or returns new ones."""
+    """Changes the weights in a model's folder.
+
+    `change` modifies the weights in place or returns new ones.
+    """
     from safetensors.torch import load_file, save_file
 
     path = folder / "model.safetensors"
@@ -182,7 +185,7 @@ def save_draft(folder: Path) -> None:
 
 
 def save_adapter(folder: Path, layers: int = 2, size: int = 64, kv: int = 32, rank: int = 8) -> str:
-    """Creates a LoRA adapter of attention; returns its folder."""
+    """Creates a LoRA adapter for attention; returns its folder."""
     from safetensors.torch import save_file
 
     torch.manual_seed(3)
@@ -236,4 +239,4 @@ def _save_whisper(folder: Path) -> None:
 
 
 MADE: dict[str, Callable[[Path], None]] = {"whisper": _save_whisper}
-"""Functions that save models for which a language model's configuration is not enough."""
+"""Functions that save the models that cannot be created as a plain language model."""

@@ -21,14 +21,14 @@ from pyvmem.elastic.geometry import Geometry, Run
 
 __all__ = ["BLOCK", "Open", "Pool", "RankModel", "open_pool", "opened"]
 
-BLOCK = 16  # tokens
-STEP = 0.01  # seconds
+BLOCK = 16  # tokens per block
+STEP = 0.01  # seconds per step
 _ENV = {"VMEM_LEDGER": "off", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
-TICK = 5  # steps between rounds of the keeper
+TICK = 5  # steps per round of the keeper
 
 
 class Clock:
-    """Replaces the module `time`."""
+    """A replacement for the module `time`, whose time the tests advance."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -41,7 +41,7 @@ class Clock:
 
 
 class RankModel:
-    """A rank's memory; implements `pyvmem.vllm.channel.Rank`."""
+    """A model of a rank's memory, which implements `pyvmem.vllm.channel.Rank`."""
 
     machine = ""
 
@@ -52,7 +52,7 @@ class RankModel:
         self.parked: list[tuple[int, list[Run], int]] = []
         self.finished: list[tuple[int, str]] = []
         self.launched = 0
-        self.asked: list[tuple[str, bool]] = []  # each operation, and whether steps wait for it
+        self.asked: list[tuple[str, bool]] = []  # each operation with whether steps wait for it
         self.steps_wait: Callable[[], bool] = lambda: False
         self.maps = self.unmaps = self.copies = self.calls = 0
         self.grow([Run(k, geometry.pages(k, 0)[0], len(geometry.pages(k, 0)))
@@ -158,7 +158,7 @@ class Pool:
         return name
 
     def _step_of(self, name: str, count: int) -> None:
-        """Does a model's work for a request: reads the computed tokens and writes the new ones."""
+        """Does a model's work for a request: reads the computed tokens and writes new ones."""
         request = self.scheduler.requests[name]
         (ids,) = self.scheduler.kv_cache_manager.get_block_ids(name)
         end = request.num_computed_tokens
@@ -173,7 +173,7 @@ class Pool:
         for index in range(first, last):
             held = tuple(tokens[index * BLOCK : min(end, (index + 1) * BLOCK)])
             digests.append(hash((digests[-1] if digests else 0, held)))
-        known = begin // BLOCK  # blocks that were full before this step
+        known = begin // BLOCK  # the number of blocks that were full before this step
         look = range(known) if (self.steps + int(name)) % 8 == 0 or known != first else ()
         for index in look:
             found = rank.contents.get(ids[index])
@@ -218,18 +218,18 @@ class Pool:
             self.step()
 
     def rest(self, seconds: float = 3.0) -> None:
-        """Lets time pass without requests."""
+        """Lets time pass while no request runs."""
         for _ in range(round(seconds / STEP / TICK)):
             self.clock.now += STEP * TICK
             self.elastic.tick()
         assert self.elastic.backing.check() == []
 
     def live(self) -> int:
-        """Returns the number of bytes of blocks with contents, the null block included."""
+        """Returns the size of all blocks with contents, including the null block, in bytes."""
         return int(self.elastic._live_blocks() * self.elastic.backing.geometry.block_bytes)
 
     def mapped(self) -> int:
-        """Returns the number of bytes that the rank has mapped; checks the records against them."""
+        """Returns how many bytes the rank has mapped, after checking the records against them."""
         backing = self.elastic.backing
         assert len(self.rank.mapped) * backing.geometry.page_bytes(0) == backing.mapped_bytes
         return int(backing.mapped_bytes)
@@ -301,7 +301,7 @@ Open = Callable[..., Any]
 
 @pytest.fixture
 def open_pool(models: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> Open:
-    """Opens a pool: ``with open_pool(blocks=2000, page=65536) as pool``."""
+    """Returns a context manager: ``with open_pool(blocks=2000, page=65536) as pool``."""
 
     def of(**options: Any) -> Any:
         return opened(monkeypatch, models("llama"), **options)

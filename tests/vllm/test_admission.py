@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a prompt is admitted if all of it fits, and mapped chunk by chunk."""
+"""Description: a prompt is admitted if all of it fits, and is mapped chunk by chunk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_long_prompt_is_mapped_chunk_by_chunk(open_pool: Open) -> None:
 
 
 def test_a_prompt_is_admitted_only_if_all_of_it_fits(open_pool: Open) -> None:
-    """Compares admission with the quota's room; another engine uses the remaining memory."""
+    """The prompt needs 75 blocks, and the quota has room for 74 at first."""
     with open_pool(blocks=2_000, page=PAGE, batched=128, VMEM_RESERVE="0") as pool:
         elastic = pool.elastic
         elastic.quota.limit = elastic.quota.used + 74 * BLOCK_BYTES
@@ -64,7 +64,7 @@ def test_hits_are_counted_when_a_request_is_admitted(open_pool: Open) -> None:
 
 
 def test_a_preempted_request_is_counted_once(open_pool: Open) -> None:
-    """When it resumes, the prefix that it hits is its own."""
+    """A request that resumes finds its own prefix, which does not count as a hit."""
     with open_pool(blocks=2_000, page=PAGE, VMEM_RESERVE="0", VMEM_IDLE="3600") as pool:
         elastic = pool.elastic
         elastic.quota.limit = elastic.quota.used + 50 * BLOCK_BYTES

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench vllm`, quick: runs each part with all its engines."""
+"""Quick runs of `vmem bench vllm`, for each of its parts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vmem_bench.vllm.picture import draw
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Any:
-    """Runs a part; returns its rows by name, and the part."""
+    """Returns a function that runs a part and returns the part's rows by name, and the part."""
 
     def run(part: str, *more: str) -> tuple[dict[str, Any], dict[str, Any]]:
         out = tmp_path / "vllm.json"
@@ -67,25 +67,25 @@ def test_the_first_token_after_a_rest(bench: Any) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("connector", ["native", "tiering"])
 def test_prompts_from_host_memory(bench: Any, connector: str) -> None:
-    """Measures the elastic engine only: vLLM's own offloading needs a GPU."""
+    """Measures only the elastic engine, because vLLM's own offloading needs a GPU."""
     rows, part = bench("offload", "--connector", connector)
     for how in ("computed", "loaded"):
         assert [rows[f"{how}/{size}/elastic"]["n"] for size in (128, 256)] == [2, 2]
     for how in ("stored", "loaded"):
         row = rows[f"rate/{how}/elastic"]
         assert row["value"] > 0
-        assert row["bytes"] >= 2 * 0.9 * (128 + 256) * 1024  # bytes per token, in two rounds
+        assert row["bytes"] >= 2 * 0.9 * (128 + 256) * 1024  # 1024 bytes per token, in two rounds
     assert {f"gap/{how}/elastic" for how in ("none", "loaded", "computed")} <= rows.keys()
-    assert rows["alike"]["value"] == rows["alike"]["of"] == 5  # in float32
+    assert rows["alike"]["value"] == rows["alike"]["of"] == 5  # answers in float32 are exact
     assert [one["id"] for one in part["missing"]] == ["offload/*/stock"]
 
 
 @pytest.mark.long
 def test_prefixes_that_do_not_fit(bench: Any) -> None:
-    """Each engine's prompts need all the memory; every turn loads them from host memory."""
+    """Each engine's prompts need all the memory, so later turns load them from host memory."""
     rows, part = bench("prefixes", "--rounds", "1")
     hits = {arm: rows[f"hits/{arm}"] for arm in ("elastic+host", "elastic", "static")}
-    # all but the prompts' tails
+    # Everything but the prompts' tails is found.
     assert hits["elastic+host"]["value"] > 50 > hits["static"]["value"]
     assert hits["elastic"]["value"] > hits["static"]["value"]
     for arm, row in hits.items():
@@ -145,7 +145,7 @@ def test_a_step_costs_the_pools_code_and_not_vllms(bench: Any) -> None:
 
 
 def test_vllm_and_the_serving_loop(tmp_path: Path) -> None:
-    """`vmem bench serve` sends vLLM the requests of its other engines."""
+    """`vmem bench serve` sends vLLM the same requests as its other arms."""
     out = tmp_path / "serve.json"
     words = ["bench", "serve", "--quick", "--backend", "host", "--out", str(out)]
     words += ["--arms", "contiguous,vllm", "--no-check", "--workload", "offline"]
@@ -277,7 +277,7 @@ def test_bursts_come_in_turns() -> None:
     assert sum(one.at >= 5 for one in second) == 50
     one, two = climb(2, 4.0, 7, 9)
     assert [b.at - a.at for a, b in zip(one, two, strict=True)] == pytest.approx([9.0] * len(one))
-    assert 14 <= len(one) <= 16  # the area under the ramp is the square of the peak
+    assert 14 <= len(one) <= 16  # the area under the ramp is the peak squared
     assert one[0].request == Request(9, 7)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: vLLM on the elastic pool generates stock vLLM's tokens and frees its memory."""
+"""Description: vLLM on the elastic pool generates the tokens of stock vLLM and frees its memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Open = Callable[..., Any]
 
 
 def prompts(seed: int = 0, count: int = 10, vocabulary: int = 500) -> list[dict[str, Any]]:
-    """Returns prompts of all lengths, some with a common prefix."""
+    """Returns prompts of different lengths, some of which share a prefix."""
     rng = random.Random(seed)
     begin = [rng.randrange(3, vocabulary) for _ in range(150)]
     found = []
@@ -52,7 +52,7 @@ def memory_of(llm: Any) -> Any:
 
 
 def another(ledger: Any) -> Any:
-    """Opens an account for another engine, without floor or limit."""
+    """Opens an account for another engine, without a floor and practically without a limit."""
     from pyvmem.ledger.accounts import Ledger
 
     return Ledger("host", folder=ledger).join(
@@ -61,7 +61,7 @@ def another(ledger: Any) -> Any:
 
 
 def check(llm: Any) -> None:
-    """Checks that records, ledger and libvmem agree."""
+    """Checks that the records, the ledger and libvmem agree."""
     elastic, stats = elastic_of(llm), memory_of(llm).context.stats()
     with elastic.lock:
         assert elastic.backing.check() == []
@@ -71,7 +71,7 @@ def check(llm: Any) -> None:
 
 
 def at_rest(llm: Any) -> None:
-    """Checks that exactly the live memory is mapped, and little more is allocated."""
+    """Checks that exactly the live memory is mapped, and that little more is allocated."""
     elastic = elastic_of(llm)
     elastic.settle()
     check(llm)
@@ -90,7 +90,7 @@ def at_rest(llm: Any) -> None:
 
 @pytest.fixture(scope="session")
 def stock() -> dict[Any, Tokens]:
-    """Returns the answers of stock vLLM, by request."""
+    """Returns a cache for stock vLLM's answers, by model, answer length and options."""
     return {}
 
 
@@ -109,7 +109,7 @@ def expected(start: Open, stock: dict[Any, Tokens]) -> Callable[..., Tokens]:
 @pytest.mark.parametrize("model", ["llama", "straddling", "gemma"])
 def test_tokens_and_memory(start: Open, expected: Callable[..., Tokens], model: str) -> None:
     wanted = expected(model)
-    # Prompts longer than a step's 64 tokens test chunked prefill.
+    # Prompts that are longer than a step's 64 tokens test chunked prefill.
     assert max(len(one["prompt_token_ids"]) for one in prompts()) > 3 * 64
     with start(model, VMEM_VLLM="1", VMEM_RESERVE="1M") as llm:
         assert answer(llm, prompts()) == wanted
@@ -127,7 +127,7 @@ def test_tokens_and_memory(start: Open, expected: Callable[..., Tokens], model: 
 
 
 def test_a_real_model(start: Open) -> None:
-    """Runs SmolLM2-135M, with 30 layers; a block of 32 tokens has 48 KiB of K and V in float32."""
+    """Runs SmolLM2-135M, whose 30 layers have 48 KiB of float32 K and V per block of 32 tokens."""
     from pyvmem.serve import model
 
     pytest.importorskip("gguf", reason="the package gguf is not installed")
@@ -147,7 +147,7 @@ def test_a_real_model(start: Open) -> None:
 
 
 def test_prefixes_are_cut_to_the_block(start: Open) -> None:
-    """Eight blocks share a page, so most evictions free none: the cap counts blocks, not pages."""
+    """Eight blocks share a page, so most evictions free no page; the cap counts blocks."""
     with start("llama", VMEM_VLLM="1", VMEM_IDLE="3600") as llm:
         answer(llm, prompts())
         elastic = elastic_of(llm)
@@ -229,7 +229,7 @@ def test_a_senseless_limit_is_refused(start: Open, limit: str, text: str) -> Non
         pass
 
 
-@pytest.mark.long  # half a minute to compile the lookup
+@pytest.mark.long  # compiling the lookup takes half a minute
 def test_ngram_speculation(start: Open, expected: Callable[..., Tokens]) -> None:
     method = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
     wanted = expected("llama", speculative_config=method)
@@ -239,7 +239,10 @@ def test_ngram_speculation(start: Open, expected: Callable[..., Tokens]) -> None
 
 
 def script(llm: Any, seed: int, act: Callable[[random.Random], None]) -> dict[str, list[int]]:
-    """Returns requests that arrive and are aborted at random steps, the same for each engine."""
+    """Runs requests that arrive and are aborted at random steps, the same ones for each engine.
+
+    `act` is called after each step. Returns the answers to the requests that finished, by name.
+    """
     rng, own = random.Random(seed), random.Random(seed)
     engine, live, done = llm.llm_engine, set[str](), {}
     todo = [(str(i), one, rng.randrange(1, 24)) for i, one in enumerate(prompts(seed, 24))]
@@ -304,7 +307,7 @@ def check_books(elastic: Any) -> None:
 
 
 def test_failures_are_shortages(start: Open, expected: Callable[..., Tokens]) -> None:
-    """Maps and unmaps fail at random: requests wait, and their answers are correct."""
+    """Some maps and unmaps fail. Requests then wait, and their answers are correct."""
     wanted = expected("straddling")
     with start("straddling", VMEM_VLLM="1", VMEM_RESERVE="0", VMEM_IDLE="0.01") as llm:
         elastic, context = elastic_of(llm), memory_of(llm).context
@@ -314,7 +317,7 @@ def test_failures_are_shortages(start: Open, expected: Callable[..., Tokens]) ->
                 context.inject(kind, skip=skip, count=3, error=12)
                 assert answer(llm, prompts()) == wanted
                 assert llm.reset_prefix_cache()
-                elastic.settle()  # unmaps something, if nothing was unmapped before
+                elastic.settle()  # unmaps something, in case nothing was unmapped before
                 context.inject(kind, count=0)
                 check(llm)
             if kind is not Inject.SLAB:  # the pool may already have enough slabs
@@ -324,7 +327,7 @@ def test_failures_are_shortages(start: Open, expected: Callable[..., Tokens]) ->
 
 @pytest.mark.parametrize("kind", [Inject.MAP, Inject.UNMAP])
 def test_each_map_and_unmap_may_fail(start: Open, kind: Inject) -> None:
-    """Fails the first call, then the second, and so on, until a run makes fewer calls."""
+    """Makes the first call fail, then the second, and so on, until a run makes fewer calls."""
     asked = prompts()[:3]
     with start("straddling", VMEM_VLLM="1", VMEM_RESERVE="0", VMEM_IDLE="0.01") as llm:
         elastic, context = elastic_of(llm), memory_of(llm).context
@@ -349,7 +352,7 @@ def test_each_map_and_unmap_may_fail(start: Open, kind: Inject) -> None:
     [("encoder", "embed"), pytest.param("classifier", "classify", marks=pytest.mark.long)],
 )
 def test_a_model_without_a_kv_cache(start: Open, model: str, ask: str) -> None:
-    """Runs in stock vLLM's scheduler, because it has no memory to share."""
+    """The model runs in stock vLLM's scheduler, because it has no memory to share."""
     found = []
     options = {
         "runner": "pooling",
@@ -503,7 +506,7 @@ def test_a_limit_below_what_requests_hold(start: Open, ledger: Any) -> None:
 
 
 def test_a_steady_state_maps_nothing(start: Open) -> None:
-    """Memory mapped for a load serves the next load, without driver calls or waiting steps."""
+    """Memory mapped for one load serves the next, without driver calls or steps that wait."""
     off = {"enable_prefix_caching": False}
     with start("straddling", VMEM_VLLM="1", VMEM_RESERVE="4M", VMEM_IDLE="3600", **off) as llm:
         elastic, stats = elastic_of(llm), memory_of(llm).context.stats
@@ -535,7 +538,7 @@ def test_prompts_larger_than_the_reserve_wait_once(start: Open, monkeypatch: Any
             waits = elastic.waits
             for _ in range(2):
                 engine.step()
-                # Wait: on a busy machine, the next step may start before the keeper's round.
+                # On a busy machine, the next step might start before the keeper's round.
                 assert idle_becomes(elastic, 8), "as many blocks as a prompt takes"
             assert elastic.waits == waits + (number == 0)
         assert elastic.used_blocks() >= 8 * 8
@@ -546,7 +549,7 @@ def test_prompts_larger_than_the_reserve_wait_once(start: Open, monkeypatch: Any
 
 
 def test_prompts_of_one_step_wait_for_one_growth(start: Open) -> None:
-    """The growth for which the first request waits is large enough for the others."""
+    """The growth for which the first request waits is large enough for the other requests."""
     with start("llama", VMEM_VLLM="1", VMEM_RESERVE="1M", max_num_batched_tokens=1024) as llm:
         elastic, engine = elastic_of(llm), llm.llm_engine
         for number in range(8):
@@ -583,7 +586,7 @@ def test_mapping_of_extra_blocks_may_fail(start: Open) -> None:
 
 
 def test_blocks_that_a_queue_may_take_in_a_step(start: Open) -> None:
-    """Expects at most a full step: the maximum numbers of tokens and requests."""
+    """Expects at most the blocks of a full step, with the maximum tokens and requests."""
     with start("llama", VMEM_VLLM="1", max_num_seqs=2) as llm:
         engine = llm.llm_engine
         scheduler = engine.engine_core.engine_core.scheduler
@@ -626,7 +629,7 @@ def test_no_preemption_while_memory_is_free(start: Open) -> None:
     with start("llama", VMEM_VLLM="1", VMEM_RESERVE="0", enable_prefix_caching=False) as llm:
         elastic, engine = elastic_of(llm), llm.llm_engine
         scheduler = engine.engine_core.engine_core.scheduler
-        scheduler._preempt_request = None  # not called
+        scheduler._preempt_request = None  # must not be called
         for number in range(8):
             engine.add_request(str(number), {"prompt_token_ids": [5] * 8}, greedy(60))
         grown = -1
@@ -639,7 +642,7 @@ def test_no_preemption_while_memory_is_free(start: Open) -> None:
 
 
 def test_a_waiting_request_without_a_prefix_lookup(start: Open) -> None:
-    """Its blocks are counted in the following step, as for the next input of a session."""
+    """The request's blocks are counted in the following step, like a session's next input."""
     from vllm.v1.request import RequestStatus
 
     with start("llama", VMEM_VLLM="1", VMEM_RESERVE="0", enable_prefix_caching=False) as llm:
@@ -662,7 +665,7 @@ def test_a_waiting_request_without_a_prefix_lookup(start: Open) -> None:
 
 
 def test_memory_that_another_engine_is_short_of(start: Open, ledger: Any) -> None:
-    """An engine evicts idle prefixes on demand, and waits when it is short of memory itself."""
+    """The engine evicts idle prefixes on demand, and waits while it is short of memory itself."""
     with start("straddling", VMEM_VLLM="1", VMEM_CAPACITY="3M", VMEM_RESERVE="0") as llm:
         elastic = elastic_of(llm)
         asked = max(prompts(), key=lambda one: len(one["prompt_token_ids"]))
@@ -695,7 +698,7 @@ def test_memory_that_another_engine_is_short_of(start: Open, ledger: Any) -> Non
 def test_scattered_blocks_are_gathered_for_a_single_request(
     start: Open, ledger: Any, monkeypatch: Any, prefixes: bool
 ) -> None:
-    """Its blocks of 24 KiB are scattered, two in each page; another engine uses all other pages."""
+    """The idle blocks of 24 KiB are scattered, and another engine uses all other pages."""
     options = {"VMEM_VLLM": "1", "VMEM_CAPACITY": "768K", "VMEM_RESERVE": "0"}
     with start("straddling", enable_prefix_caching=prefixes, **options) as llm:
         elastic, engine = elastic_of(llm), llm.llm_engine
@@ -705,7 +708,7 @@ def test_scattered_blocks_are_gathered_for_a_single_request(
             assert llm.reset_prefix_cache()
         elastic.settle()
         page, geometry = 64 << 10, elastic.backing.geometry
-        # so that the keeper does not free them
+        # Keep the keeper from freeing them.
         monkeypatch.setattr(elastic, "_give_back", lambda _: None)
         with elastic.lock:
             assert elastic._back(27)
@@ -723,7 +726,7 @@ def test_scattered_blocks_are_gathered_for_a_single_request(
             assert time.monotonic() < end
             elastic.tick()
         assert other.take((768 << 10) - elastic.backing.mapped_bytes)
-        # Block 2 is usable, too: it shares the pages of blocks 1 and 3.
+        # Block 2 can be used too, because it shares the pages of blocks 1 and 3.
         assert len(scattered) + 1 < 14 < elastic.backing.mapped_bytes // (24 << 10)
         engine.add_request("0", asked, greedy(70))
         found: list[int] = []
@@ -738,7 +741,7 @@ def test_scattered_blocks_are_gathered_for_a_single_request(
 def test_prefixes_stay_while_a_request_waits_for_another_engine_s_memory(
     start: Open, ledger: Any
 ) -> None:
-    """Even all of this engine's memory would not be enough, wherever its blocks were."""
+    """All of this engine's memory would not be enough, so evicting prefixes would not help."""
     options = {"VMEM_VLLM": "1", "VMEM_CAPACITY": "768K", "VMEM_RESERVE": "0"}
     with start("straddling", **options) as llm:
         elastic, engine = elastic_of(llm), llm.llm_engine
@@ -751,7 +754,7 @@ def test_prefixes_stay_while_a_request_waits_for_another_engine_s_memory(
         engine.add_request("0", asked, greedy(4))
         for _ in range(10):
             assert engine.step() == []
-            time.sleep(0.03)  # longer than a refusal is remembered
+            time.sleep(0.03)  # longer than the engine remembers a refusal
         assert elastic._cached_bytes() == cached
         other.end_pending(other.used)
         other.give(other.used)
@@ -761,7 +764,7 @@ def test_prefixes_stay_while_a_request_waits_for_another_engine_s_memory(
 
 
 def test_an_engine_with_a_queue_frees_memory_above_its_share(start: Open, ledger: Any) -> None:
-    """It admits no request while another engine is short of memory; finally it answers all."""
+    """The engine admits no request while another is short of memory; finally it answers all."""
     with start("straddling", VMEM_VLLM="1", VMEM_CAPACITY="768K", VMEM_RESERVE="0") as llm:
         elastic, engine = elastic_of(llm), llm.llm_engine
         wanted = answer(llm, prompts(), 40)
@@ -782,7 +785,7 @@ def test_an_engine_with_a_queue_frees_memory_above_its_share(start: Open, ledger
             step(queue=8)
         elastic.tick(force=True)
         assert not elastic.has_more
-        part = 384 << 10  # a half
+        part = 384 << 10  # half of the capacity
         end = time.monotonic() + 60
 
         def take() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 @pytest.fixture
 def loading(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """Returns a function that loads vLLM's plug-ins as if this process had not done so yet."""
+    """Yields a function that loads vLLM's plug-ins as if this process had not done so yet."""
     from vllm import plugins
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.executor.abstract import Executor

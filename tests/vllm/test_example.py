@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the tutorial's example, run as a user runs it, in a fresh environment."""
+"""Description: the tutorial's examples, run as a user runs them, in a fresh environment."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_example(models: Callable[[str], str], ledger: Path) -> None:
 
 @pytest.mark.long
 def test_engines_that_share(models: Callable[[str], str]) -> None:
-    """Runs `make run-vllm`, which fails unless an engine at some time had over half the memory."""
+    """Runs `make run-vllm`, which fails unless an engine once has over half of the memory."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     words = [models("llama"), "--capacity", "2M", "--requests", "8", "--turns", "2"]
     done = subprocess.run(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Description: models other than a Llama generate stock vLLM's tokens on the elastic pool.
 
-Covers layers with a state, latent attention, 8-bit caches, adapters, an encoder with
-cross-attention, and drafts. Each runs in stock vLLM first.
+The models have layers with a state, latent attention, 8-bit caches, adapters, an encoder with
+cross-attention, or drafts. Each model runs in stock vLLM first.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ MTP = {"method": "mtp", "num_speculative_tokens": 1}
 
 
 def compare(start: Open, model: str, ask: Callable[[Any], Tokens] = answer, **options: Any) -> None:
-    """Compares tokens with stock vLLM's, for new, reused and hit blocks, then new ones again.
+    """Compares tokens with stock vLLM's, for new, reused and hit blocks, then for new ones again.
 
-    A model in bfloat16 may answer differently if a prefix is hit, in stock vLLM as well.
+    A model in bfloat16 may answer differently if a prefix is hit, even in stock vLLM.
     """
     with start(model, **options) as llm:
         wanted = ask(llm)
@@ -63,7 +63,7 @@ def few(llm: Any) -> Tokens:
     ],
 )
 def test_layers_with_a_state(start: Open, model: str, options: dict[str, Any]) -> None:
-    """Includes prefix hits, for which vLLM keeps the state at the end of some blocks."""
+    """The test includes prefix hits, for which vLLM keeps the state at the end of some blocks."""
     compare(start, model, few, **options)
 
 
@@ -83,10 +83,10 @@ def test_a_state_that_moves(start: Open) -> None:
 
 
 def test_latent_attention_and_multi_token_prediction(start: Open) -> None:
-    """DeepSeek V3's shape; its multi-token prediction module has keys and values too.
+    """A model in DeepSeek V3's shape, whose multi-token prediction module has keys and values too.
 
-    On a CPU without AMX, vLLM does not split such a model's prompts, and never schedules a prompt
-    that exceeds the batch.
+    On a CPU without AMX, vLLM does not split the prompts of such a model, and never schedules a
+    prompt that exceeds the batch.
     """
     compare(start, "deepseek", few, speculative_config=MTP, max_num_batched_tokens=512, **BF16)
 
@@ -110,7 +110,7 @@ def test_a_draft_model_with_the_model(start: Open, models: Callable[[str], str])
 
 @pytest.mark.long
 def test_an_adapter_for_every_second_request(start: Open, tmp_path: Path) -> None:
-    """Prefixes belong to the adapter: a request with an adapter does not hit the model's own."""
+    """Prefixes belong to an adapter, so a request with an adapter does not hit the model's own."""
     from vllm.lora.request import LoRARequest
 
     folder = tmp_path / "adapter"
@@ -127,7 +127,7 @@ def test_an_adapter_for_every_second_request(start: Open, tmp_path: Path) -> Non
 
 
 def test_an_encoder_and_cross_attention(start: Open) -> None:
-    """Whisper's shape: the encoder's results have separate blocks."""
+    """A model in Whisper's shape, in which the encoder's results have separate blocks."""
     import numpy as np
 
     draw = np.random.RandomState(0)

@@ -14,7 +14,7 @@ __all__ = ["expected", "moving", "stock"]
 
 
 def moving(elastic: Any) -> Callable[[], Any]:
-    """Wraps an engine's `begin_step`: evicts random blocks, then moves prefixes."""
+    """Returns a replacement for `begin_step` that evicts random blocks and moves prefixes."""
     draw, begin_step = random.Random(1), elastic.begin_step
 
     def begin() -> Any:
@@ -42,7 +42,7 @@ def test_moves_in_every_step(
         assert elastic.mover.moved > 20
         assert elastic.hits > 0
         monkeypatch.undo()
-        # An idle engine moves by calls to the ranks. Those prefixes are hit as well.
+        # An idle engine moves prefixes by calls to the ranks. Those prefixes are hit too.
         at_rest(llm)
         assert answer(llm, prompts()) == wanted
         at_rest(llm)

@@ -121,7 +121,7 @@ def test_prefixes_come_back_from_host_memory(
 def test_aborts_and_trims_while_blocks_are_copied(
     start: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copies take a step or two; a page unmapped too early would fault."""
+    """Copies take a step or two, and would fault if a page were unmapped too early."""
     asked = prompts(3, 24)
     with start("llama") as llm:
         wanted = answer(llm, asked, 24)
@@ -163,7 +163,7 @@ def test_aborts_and_trims_while_blocks_are_copied(
 
 
 def test_a_store_is_dropped_if_no_step_follows(start: Open) -> None:
-    """The engine runs no steps after its last request; memory does not wait for the store."""
+    """The engine runs no steps after its last request, and memory does not wait for the store."""
     asked = prompts(seed=7, count=4)
     with start("llama", **POOL) as llm:
         first = answer(llm, asked, 1)
@@ -182,7 +182,7 @@ def test_a_store_is_dropped_if_no_step_follows(start: Open) -> None:
 
 
 def test_layers_end_within_a_page(start: Open, expected: Callable[..., Tokens]) -> None:
-    """The pool aligns layers to pages; rank and scheduler agree on the number of chunks."""
+    """The pool aligns layers to pages, yet rank and scheduler agree on the number of chunks."""
     block, blocks, chunks = 8 << 10, 100, 24
     assert blocks * block % (64 << 10)
     size = {"kv_offloading_size": chunks * 2 * block / 2**30, "num_gpu_blocks_override": blocks}
@@ -238,7 +238,7 @@ def test_a_size_below_a_block_is_refused() -> None:
 
 
 def described(memory: KVMemory, sizes: list[int], groups: list[list[int]]) -> Any:
-    """Returns vLLM's description of a memory's tensors, in groups."""
+    """Describes a memory's tensors and their groups as vLLM does."""
     tensors = [
         SimpleNamespace(tensor=memory.tensor(size).view(64, -1), page_size_bytes=size // 64)
         for size in sizes
@@ -260,9 +260,9 @@ def spec(blocks: list[int], sizes: list[int], first: list[int]) -> Any:
 def test_blocks_are_stored_and_loaded(
     monkeypatch: pytest.MonkeyPatch, library: bool, second: bool
 ) -> None:
-    """Uses two groups of layers and two blocks per chunk; a group starts in the middle of a chunk.
+    """Uses two groups of layers and two blocks per chunk. One group starts in mid-chunk.
 
-    `second`: this is the second of two ranks that share host memory.
+    `second`: whether this is the second of two ranks that share host memory.
     """
     if library:
         monkeypatch.setattr(ThreadCopies, "_move", lambda *_: (_ for _ in ()).throw(OSError("no")))
@@ -296,7 +296,7 @@ def test_blocks_are_stored_and_loaded(
         for one in kv:
             one.zero_()
         worker.dropped.add(2)
-        assert worker.submit_store(2, device, host)  # if it ran, it would store zeros
+        assert worker.submit_store(2, device, host)  # would store zeros if it ran
         back = spec([11, 12, 13, 14, 15], [3, 2], [3, 0])
         assert worker.submit_load(3, host, back)
         worker.wait({2, 3})
@@ -341,7 +341,7 @@ def test_host_memory_that_cannot_be_allocated() -> None:
 
 @pytest.mark.parametrize("begin", ["finished", "wait", "events", "fence"])
 def test_stores_of_a_step_are_one_copy(monkeypatch: pytest.MonkeyPatch, begin: str) -> None:
-    """The stores start when the step polls for finished ones, or before a wait."""
+    """The stores start when finished ones are polled for, or before a wait, event or fence."""
     started = []
     start = ThreadCopies.start
 

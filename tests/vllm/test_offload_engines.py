@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: engines with prefixes in host memory share a ledger; one is killed."""
+"""Description: engines with prefixes in host memory share a ledger, and one is killed."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from vmem_bench.vllm.engines import Engine
 __all__ = ["expected", "stock"]
 
 MIB = 1 << 20
-HOST = 64 * MIB  # host memory of each engine
-NULL = 2 * (64 << 10)  # the null block's pages, in two layers
+HOST = 64 * MIB  # host memory per engine
+NULL = 2 * (64 << 10)  # the null block's pages in two layers
 POOL = {
     "VMEM_VLLM": "1",
     "VMEM_IDLE": "0.1",
@@ -39,7 +39,7 @@ POOL = {
 
 @contextmanager
 def engine_process(model: str, ledger: Path, folder: Path) -> Iterator[Engine]:
-    """Starts an engine in a process."""
+    """Starts an engine in another process for a ``with`` block."""
     options, log = folder / "options.json", folder / "engine.log"
     own = {"model": model, "load_format": "auto", "kv_offloading_size": HOST / 2**30}
     options.write_text(json.dumps({**SIZES, **own}))
@@ -87,7 +87,7 @@ def test_two_engines_take_turns_until_one_is_killed(
     ledger: Path,
     tmp_path: Path,
 ) -> None:
-    """Each needs the other's memory, and loads its prefixes from host memory."""
+    """Each engine needs the other's memory, and loads its prefixes from host memory."""
     before = host_files()
     theirs = prompts(seed=1)
     load = {
@@ -124,7 +124,7 @@ def test_two_engines_take_turns_until_one_is_killed(
                 loaded = holds.counters.loaded
                 assert answer(llm, prompts()) == wanted
                 if turn == 1:
-                    rests("here")  # otherwise the other engine takes the memory
+                    rests("here")  # in other turns, the other engine takes the memory
                 said = told(there, **load)
                 assert said["answers"] == wanted_there
                 if turn:

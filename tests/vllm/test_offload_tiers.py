@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: vLLM's disk tier below host memory; prefixes outlive the engine."""
+"""Description: with vLLM's disk tier below host memory, prefixes outlive the engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POOL = {"VMEM_VLLM": "1", "VMEM_IDLE": "0.1"}
 
 
 def tiers(root: Path, chunks: int) -> dict[str, Any]:
-    """Returns options of an engine with `chunks` chunks of host memory and a disk tier."""
+    """Returns the options of an engine with `chunks` chunks of host memory and a disk tier."""
     disk = {"type": "fs", "root_dir": str(root), "n_read_threads": 1, "n_write_threads": 1}
     extra = {
         "cpu_bytes_to_use": chunks * CHUNK,
@@ -33,14 +33,14 @@ def tiers(root: Path, chunks: int) -> dict[str, Any]:
 
 
 def ask(llm: Any) -> tuple[Tokens, int]:
-    """Returns answers, and the number of prompt tokens that were not computed."""
+    """Returns the answers, and the number of prompt tokens that were not computed."""
     outputs = llm.generate(prompts(), greedy(), use_tqdm=False)
     tokens = [list(one.outputs[0].token_ids) for one in outputs]
     return tokens, sum(one.num_cached_tokens for one in outputs)
 
 
 def has_no_name() -> bool:
-    """Checks that no file backs the host memory: a killed engine would leave it behind."""
+    """Returns whether host memory's file is unlinked, so that a killed engine leaves no file."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     found = [line for line in maps if "/vllm_offload_" in line]
     return bool(found) and all(line.endswith("(deleted)") for line in found)
@@ -50,7 +50,7 @@ def has_no_name() -> bool:
 def test_prefixes_outlive_the_engine(
     start: Open, expected: Callable[..., Tokens], tmp_path: Path
 ) -> None:
-    """Host memory has room for two thirds of the prefixes; the next engine starts with it empty."""
+    """Host memory has room for two thirds of the prefixes, and is empty in the next engine."""
     wanted = expected("llama")
     for life in range(2):
         with start("llama", **tiers(tmp_path / "kv", 20)) as llm:
@@ -100,7 +100,7 @@ def test_a_disk_that_fails(
     tmp_path: Path,
     error: int,
 ) -> None:
-    """The disk is full, read-only or fails while the engine runs: prefixes are recomputed."""
+    """If the disk is full, read-only or fails while the engine runs, prefixes are recomputed."""
     from vllm.v1.kv_offload.tiering.fs import manager
 
     wanted = expected("llama")

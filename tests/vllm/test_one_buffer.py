@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: one buffer for all layers, with all layers of a block contiguous (since 0.29).
+"""Description: one buffer for all layers, as vLLM allocates it since 0.29.
 
 Attention on a CPU only supports a separate buffer for each layer, so the test checks the views.
 """
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
     reason=f"vllm {vllm.__version__} has a buffer per layer",
 )
 
-BLOCKS, PAGE = 64, 8192  # PAGE: bytes of a block in a layer, which vLLM calls a page
+BLOCKS, PAGE = 64, 8192  # PAGE: bytes per block and layer, which vLLM calls a page
 
 
 @pytest.mark.parametrize("layout", ["BLHNC", "LBHNC"])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Description: engines of several ranks generate stock vLLM's tokens, and all ranks map the same.
+"""Description: engines with several ranks generate stock vLLM's tokens, and ranks map the same.
 
-Tests tensor and pipeline parallelism with the executors mp and Ray, also on two "machines":
-loopback addresses, each with its own folder of ledgers. Also tests data parallelism, where each
+Tests tensor and pipeline parallelism with the executors mp and Ray, also on two "machines", which
+are loopback addresses, each with its own folder of ledgers. Also tests data parallelism, where each
 rank is an engine.
 """
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).resolve().parents[2]
 TENSOR = {"tensor_parallel_size": 2}
-# On a CPU, vLLM allocates a later stage's inputs in a run that it skips without a compiler.
+# On a CPU, vLLM allocates a later stage's inputs in a run that it skips if there is no compiler.
 TRACED = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
 PIPELINE = {"pipeline_parallel_size": 2, **TRACED}
 CONTEXT = {
@@ -46,7 +46,7 @@ CONTEXT = {
     "worker_extension_cls": "cpu_context.Nothing",
 }
 HERE, THERE = "127.0.0.2", "127.0.0.3"
-MODEL = "uneven"  # three layers: one stage has two of them, the other has one
+MODEL = "uneven"  # has three layers, of which one stage has two and the other has one
 
 
 def engines(folder: Path) -> list[EngineInfo]:
@@ -58,7 +58,7 @@ def engines(folder: Path) -> list[EngineInfo]:
 
 
 def check_ranks(llm: Any, ledgers: list[Path], wanted: Any) -> None:
-    """Checks tokens, and the memory mapped in the scheduler's records, ranks and ledgers."""
+    """Checks tokens, and that scheduler, ranks and ledgers agree on the mapped memory."""
     elastic = elastic_of(llm)
     assert len(elastic.ranks.ranks) == 2
     assert answer(llm, prompts()) == wanted
@@ -119,9 +119,9 @@ def test_two_ranks(
 
 @contextmanager
 def ray_cluster(patch: pytest.MonkeyPatch, machines: int = 1) -> Iterator[Any]:
-    """Starts Ray on this machine, as the first of one or two, with two fake GPUs in total.
+    """Starts Ray on this machine, the first of one or two, with two fake GPUs in total.
 
-    The GPUs are fake because vLLM's CPU platform names no Ray resource for placing workers.
+    The GPUs are needed because vLLM's CPU platform names no Ray resource for placing workers.
     """
     ray = pytest.importorskip("ray", reason="Ray is not installed")
 
@@ -135,8 +135,8 @@ def ray_cluster(patch: pytest.MonkeyPatch, machines: int = 1) -> Iterator[Any]:
     patch.setattr(CpuPlatform, "ray_device_key", "GPU")
     patch.setenv("PYTHONPATH", str(ROOT))
     patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    with tempfile.TemporaryDirectory() as folder:  # a short path, because sockets go there
-        patch.setenv("RAY_TMPDIR", folder)  # a node writes the address of its cluster there
+    with tempfile.TemporaryDirectory() as folder:  # a short path, as it will contain sockets
+        patch.setenv("RAY_TMPDIR", folder)  # a node writes its cluster's address there
         ray.init(
             "local",
             num_cpus=2,
@@ -157,7 +157,7 @@ def ray_cluster(patch: pytest.MonkeyPatch, machines: int = 1) -> Iterator[Any]:
 
 @contextmanager
 def second_machine(folder: Path, log: Path, options: dict[str, Any]) -> Iterator[Any]:
-    """Starts the process of an engine's other node."""
+    """Starts the process of an engine's second node for a ``with`` block."""
     words = [str(Path(__file__).with_name("node.py")), json.dumps(options)]
     own = {"VMEM_LEDGER": str(folder), "VLLM_HOST_IP": THERE, "PYTHONPATH": str(ROOT)}
     with log.open("w") as out:
@@ -186,7 +186,7 @@ def test_two_machines(
     monkeypatch: pytest.MonkeyPatch,
     ways: dict[str, Any],
 ) -> None:
-    """Ranks are called over TCP, each machine has its own ledger, and a node is killed."""
+    """Ranks are called over TCP, and each machine has its own ledger. Finally a node is killed."""
     other, log = tmp_path / "o", tmp_path / "node.log"
     other.mkdir(mode=0o700)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -216,7 +216,7 @@ def test_two_machines(
 
 @contextmanager
 def second_machine_of_ray(ray: Any, folder: Path, log: Path) -> Iterator[None]:
-    """Joins the cluster as a second machine; its ranks' processes get this environment."""
+    """Joins the cluster as a second machine, whose ranks use the ledgers in `folder`."""
     words = ["-m", "ray.scripts.scripts", "start", "--block", "--num-cpus", "2", "--num-gpus", "1"]
     words += ["--address", ray.get_runtime_context().gcs_address, "--node-ip-address", THERE]
     words += ["--object-store-memory", str(100 << 20)]
@@ -240,7 +240,7 @@ def test_two_machines_of_ray(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Expects the same as with vLLM's own two-machine executor; then a rank is killed."""
+    """Expects the same as with vLLM's own two-machine executor. Finally a rank is killed."""
     other = tmp_path / "o"
     other.mkdir(mode=0o700)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -271,7 +271,7 @@ EXPERTS = {
     "worker_extension_cls": "cpu_experts.Nothing",
     "kv_cache_memory_bytes": 64 << 20,
 }
-NULL = 2 * (64 << 10)  # the null block's pages, in two layers
+NULL = 2 * (64 << 10)  # the null block's pages in two layers
 
 
 @pytest.mark.parametrize(

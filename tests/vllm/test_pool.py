@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Description: counts mapped pages, moves and used blocks with vLLM's scheduler and block pool.
+"""Description: mapped pages, moves and used blocks are counted with vLLM's scheduler and pool.
 
-Uses no model and no clock. A step fails if it reads a block without the tokens that its request
-computed (see pool_model).
+The tests use no model and no clock. A step fails if it reads a block without the tokens that its
+request computed (see pool_model).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vmem_bench.vllm.loads import Load, idle_footprint
 __all__ = ["open_pool"]
 
 PAGE, LARGE = 64 << 10, 2 << 20
-BLOCK_BYTES = 36 * PAGE  # as in Qwen3-4B: a block of 16 tokens in 36 layers
+BLOCK_BYTES = 36 * PAGE  # a block of 16 tokens in 36 layers, as in Qwen3-4B
 
 
 def spread(pool: Pool) -> float:
@@ -36,9 +36,10 @@ def steady(count: int, length: int, tokens: int, most: int) -> Load:
 
 @pytest.mark.parametrize(("page", "most", "maps"), [(PAGE, 1.0, 500), (LARGE, 1.1, 100)])
 def test_an_engine_that_becomes_idle(open_pool: Open, page: int, most: float, maps: int) -> None:
-    """kvcached's workload with capped prefixes: the next request reuses evicted blocks.
+    """With kvcached's workload and capped prefixes, the next request reuses evicted blocks.
 
-    Pages are mapped for the peak, not for each request: 600 requests use 21,500 blocks in total.
+    Pages are mapped for the peak, not for each of the 600 requests, which use 21,500 blocks in
+    total.
     """
     cap = 1000
     with opened_for_idle(open_pool, page, cap) as pool:
@@ -63,7 +64,7 @@ def opened_for_idle(open_pool: Open, page: int, cap: int) -> Any:
 
 
 def test_a_steady_load_moves_nothing(open_pool: Open) -> None:
-    """Starts to count after the first seconds, in which the engine still remembers a large step."""
+    """Counts only after the first seconds, when the engine no longer remembers a large step."""
     with open_pool(blocks=8_000, page=LARGE, VMEM_PREFIX=str(500 * BLOCK_BYTES)) as pool:
         load = steady(600, 300, 60, 32)
         todo = list(zip(load.prompts, load.tokens, strict=True))
@@ -107,7 +108,7 @@ def test_moves_free_memory_for_another_engine(open_pool: Open, heads: int) -> No
         assert pool.rank.calls > 0
         assert len(elastic.pool.cached_block_hash_to_block) == hashes - len(some)
         assert elastic._cached_bytes() == cached - len(some) * elastic.backing.geometry.block_bytes
-        # Now more is needed than moves can free: the least recently used prefixes are evicted.
+        # Now moves cannot free enough, so the least recently used prefixes are evicted.
         elastic.quota.limit = elastic.least
         pool.rest(8)
         assert pool.mapped() <= elastic.least
@@ -115,7 +116,7 @@ def test_moves_free_memory_for_another_engine(open_pool: Open, heads: int) -> No
 
 
 def test_moves_are_sent_with_steps(open_pool: Open) -> None:
-    """Emptied pages are unmapped with a later step, because the copy reads them first."""
+    """Emptied pages are unmapped with a later step, because the copy must read them first."""
     with open_pool(blocks=6_000, page=LARGE, VMEM_IDLE="3600", VMEM_RESERVE="0") as pool:
         elastic = pool.elastic
         pool.run(idle_footprint(150, 1000, 32))
@@ -143,7 +144,7 @@ def test_moves_are_sent_with_steps(open_pool: Open) -> None:
 def test_moves_in_every_step(
     open_pool: Open, monkeypatch: pytest.MonkeyPatch, heads: int, seed: int
 ) -> None:
-    """Requests read the tokens that they computed, with moves, common prefixes and aborts."""
+    """Requests read the tokens that they computed, despite moves, shared prefixes and aborts."""
     from vllm.v1.request import RequestStatus
 
     draw = random.Random(seed)
@@ -183,7 +184,7 @@ def test_moves_in_every_step(
 
 
 def free_queue(pool: Pool) -> int:
-    """Returns the length of vLLM's free queue; checks its links and its idle blocks."""
+    """Returns the length of vLLM's free queue, after checking its links and its idle blocks."""
     queue = pool.elastic.pool.free_block_queue
     forward = list(pool.elastic._free())
     backward = []
@@ -199,7 +200,7 @@ def free_queue(pool: Pool) -> int:
 
 
 def test_a_rank_that_has_yet_to_launch_the_last_step(open_pool: Open) -> None:
-    """No block moves before the launch; all move afterwards."""
+    """No block moves before the launch of the step; afterwards blocks move."""
     with open_pool(blocks=4_000, page=LARGE, VMEM_PREFIX=str(300 * BLOCK_BYTES)) as pool:
         pool.run(idle_footprint(60, 1000, 24))
         launched, pool.rank.launched = pool.rank.launched, pool.rank.launched - 1
@@ -214,7 +215,7 @@ def test_a_rank_that_has_yet_to_launch_the_last_step(open_pool: Open) -> None:
 
 
 def test_idle_blocks_of_the_fullest_pages_go_first(open_pool: Open) -> None:
-    """When the requests that shared a request's page have finished, the next request shares it."""
+    """When other requests in a long request's page have finished, the next request goes there."""
     with open_pool(blocks=2_000, page=LARGE, prefixes=False, VMEM_IDLE="3600") as pool:
         pool.run(steady(16, 250, 40, 16))
         long = pool.add([5] * 40, 100)
@@ -228,7 +229,7 @@ def test_idle_blocks_of_the_fullest_pages_go_first(open_pool: Open) -> None:
 
 
 def test_a_request_that_vllm_postpones_maps_nothing(open_pool: Open) -> None:
-    """If its prefix is computed in the same step, vLLM reports a demand above the pool's size."""
+    """If a request's prefix is being computed, vLLM reports a demand above the pool's size."""
     with open_pool(blocks=2_000, page=PAGE, VMEM_RESERVE="0") as pool:
         demand, scheduler = pool.scheduler._demand, pool.scheduler
         count = demand._count_blocks
@@ -244,7 +245,7 @@ def test_a_request_that_vllm_postpones_maps_nothing(open_pool: Open) -> None:
 
 
 def test_a_request_for_memory_is_met_within_two_rounds(open_pool: Open, tmp_path: Path) -> None:
-    """The first round unmaps, the second records it. A waiting engine retries once per round."""
+    """One round unmaps, and the next records it. An engine that waits retries in each round."""
     capacity = 1_000 * BLOCK_BYTES
     env = {"VMEM_LEDGER": str(tmp_path), "VMEM_CAPACITY": str(capacity), "VMEM_RESERVE": "0"}
     with open_pool(blocks=2_000, page=PAGE, **env) as pool:
@@ -303,7 +304,7 @@ def test_a_request_for_memory_is_met_within_two_rounds(open_pool: Open, tmp_path
 def test_an_engine_that_is_ordered_to_sleep(
     open_pool: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Running requests finish, prefixes are dropped, and no request is admitted until it wakes."""
+    """Running requests finish, prefixes are dropped, and no request is admitted until wake-up."""
     with open_pool(blocks=2_000, page=PAGE) as pool:
         elastic, scheduler = pool.elastic, pool.scheduler
         pool.run(steady(8, 100, 10, 4))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: an engine while other engines or processes use its memory."""
+"""Description: an engine works while other engines or processes use its memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAGE = 64 << 10
 
 
 def gives_back(account: Account, ended: threading.Event) -> None:
-    """Runs an engine's keeper, which frees memory when other engines are short of it."""
+    """Acts as an engine's keeper, which frees memory when other engines are short of it."""
     while not ended.wait(0.05):
         if excess := account.excess():
             account.give(excess)
@@ -35,7 +35,7 @@ def gives_back(account: Account, ended: threading.Event) -> None:
 def test_an_engine_starts_while_another_has_all_the_memory(
     start: Callable[..., Any], ledger: Path, monkeypatch: pytest.MonkeyPatch, gives: bool
 ) -> None:
-    """The engine asks for the null block's memory, and raises if it does not get it."""
+    """The engine asks for the null block's memory, and raises an error if it gets none."""
     from pyvmem.vllm import engine
 
     monkeypatch.setattr(engine, "_START_PATIENCE", 60.0 if gives else 0.5)
@@ -70,7 +70,7 @@ def test_an_engine_starts_while_another_has_all_the_memory(
 
 @pytest.mark.long
 def test_a_foreign_process_takes_the_memory(start: Callable[..., Any]) -> None:
-    """The process is in no ledger. Requests wait, and continue when memory is free."""
+    """The process is in no ledger. Requests wait and continue once memory is free."""
     with start("llama", VMEM_VLLM="1", VMEM_RESERVE="0", VMEM_IDLE="0.1") as llm:
         wanted = answer(llm, prompts())
         assert llm.reset_prefix_cache()
@@ -87,7 +87,7 @@ def test_a_foreign_process_takes_the_memory(start: Callable[..., Any]) -> None:
 
         steps(3)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(memory, "free", lambda: 0)  # the device's free memory
+            patch.setattr(memory, "free", lambda: 0)  # no memory of the device is free
             wait_for(lambda: elastic.ranks.free() == 0)
             before = memory.context.stats().mapped_bytes
             steps(60)
@@ -139,7 +139,7 @@ class Client:
         self._base = f"http://127.0.0.1:{port}"
 
     def get(self, path: str) -> str:
-        """Sends GET; returns "" if the server does not answer yet."""
+        """Sends a GET request; returns "" if the server does not answer yet."""
         try:
             with urllib.request.urlopen(self._base + path, timeout=60) as said:
                 return str(said.read().decode())
@@ -166,19 +166,19 @@ class Client:
 
 
 def children(pid: int) -> list[int]:
-    """Returns the children of a process, recursively."""
+    """Returns the descendants of a process."""
     own = Path(f"/proc/{pid}/task/{pid}/children")
     found = [int(one) for one in own.read_text().split()] if own.exists() else []
     return [*found, *(other for one in found for other in children(one))]
 
 
 def host_files() -> set[str]:
-    """Lists vLLM's files of host memory for KV offloading, which could outlive its processes."""
+    """Returns the names of vLLM's files for KV offloading, which could outlive its processes."""
     return {one.name for one in Path("/dev/shm").glob("vllm_offload_*")}
 
 
 def alive(pids: list[int]) -> list[int]:
-    """Returns the running processes of a list, without zombies."""
+    """Returns those of the processes that are running, without zombies."""
     stats = {pid: Path(f"/proc/{pid}/stat") for pid in pids}
     return [
         pid
@@ -188,7 +188,7 @@ def alive(pids: list[int]) -> list[int]:
 
 
 def check_api_servers(client: Client, log: Path, book: Ledger) -> None:
-    """Checks that both API servers answer, and export the ledger's numbers once."""
+    """Checks that both API servers run, and that metrics contain the ledger's numbers once."""
 
     def both() -> bool:
         said = client.get("/metrics")
@@ -213,12 +213,12 @@ def test_a_process_of_a_server_is_killed(
     tmp_path: Path,
     ends: str,
 ) -> None:
-    """Under load, the server's other processes exit, as in stock vLLM; its memory is freed at once.
+    """Under load, the server's other processes exit, as in stock vLLM, and free their memory.
 
-    Another engine on the same memory continues, and a new server can be started.
+    Another engine on the same memory goes on, and a new server can be started.
     """
     log, asked = tmp_path / "server.log", prompts()
-    two = ends == "worker"  # API servers
+    two = ends == "worker"  # two API servers
     with ExitStack() as stack:
         more = ["--api-server-count", "2"] if two else []
         more += ["--kv-offloading-size", "0.0625"] if ends != "server" else []
@@ -260,7 +260,7 @@ def test_a_process_of_a_server_is_killed(
             assert wait_for(lambda: "m" in client.get("/v1/models"), 400), log.read_text()[-4000:]
             assert [client.ask(one) for one in asked] == wanted
             assert engines() == ["here", "served"]
-            # the sockets of the killed ranks were removed
+            # The sockets of the killed ranks have been removed.
             assert len(list(ledger.glob("*.sock"))) == 2
         assert answer(llm, asked) == wanted
         check(llm)
@@ -272,7 +272,7 @@ def served(book: Ledger) -> EngineInfo:
 
 
 def load(client: Client, asked: list[dict[str, Any]]) -> Callable[[], None]:
-    """Sends requests until the server exits; returns a function that waits for that."""
+    """Sends requests until the server exits; returns a function that waits until then."""
     refused: list[Exception] = []
 
     def go_on() -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: `vllm serve` on the elastic pool, with processes for engine, worker and client.
+"""Description: `vllm serve` on the elastic pool, with engine, worker and client as processes.
 
-An engine in this process shares the ledger and is short of memory; it outlives the server's engine.
+Another account in the ledger needs the memory, and outlives the server's engine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def wait_for(what: Callable[[], Any], seconds: float = 240.0) -> Any:
-    """Returns the first true result of a call."""
+    """Calls `what` until its result is true or `seconds` have passed; returns the last result."""
     end = time.monotonic() + seconds
     while True:
         found = what()
@@ -130,12 +130,12 @@ def test_served_over_http(server: Any, start: Callable[..., Any], ledger: Path) 
     assert float(line.split()[-1]) > 0
     assert 'vmem:maps_total{device="host",engine="served"}' in said
 
-    # An idle engine evicts prefixes for an engine that is short of memory, without a step.
+    # An idle engine evicts prefixes for an engine that is short of memory, without running a step.
     account = Ledger("host", folder=ledger).join(
         "here", floor=0, limit=16 * MIB, least=1, virtual=16 * MIB
     )
     assert account.ledger.capacity == 16 * MIB
-    need = 16 * MIB - 128 * 1024  # all memory but the null block's page in two layers
+    need = 16 * MIB - 128 * 1024  # all memory except the null block's pages in two layers
     assert not account.take(need), engines()
 
     def get() -> bool:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Description: a sleeping engine has no KV memory; weights sleep through vLLM's interface.
 
-vLLM has no sleep mode on a CPU, and does not move the weights there: the tests call the back end
-through torch's C symbols, as test_torch_pool.py does.
+vLLM has no sleep mode on a CPU and does not move the weights there, so the tests call the back end,
+and allocate weights through torch's C symbols, as test_torch_pool.py does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SIZE = 2 << 20
 
 
 def test_kv_sleeps_and_wakes(start: Callable[..., Any]) -> None:
-    """Slabs are freed before `sleep` returns, because a trainer then allocates the memory."""
+    """Slabs are freed before `sleep` returns, because a trainer allocates the memory next."""
     with start("llama", VMEM_VLLM="1", VMEM_RESERVE="1M", VMEM_IDLE="3600") as llm:
         wanted = answer(llm, prompts())
         elastic, memory = elastic_of(llm), memory_of(llm)
@@ -37,7 +37,7 @@ def test_kv_sleeps_and_wakes(start: Callable[..., Any]) -> None:
                 assert (elastic.backing.mapped_bytes, stats.mapped_bytes) == (null, null)
                 assert stats.slab_bytes <= null + memory.context.info.slab_size
                 check(llm)
-            engine = llm.llm_engine  # a request arrives while it sleeps
+            engine = llm.llm_engine  # gets a request while it sleeps
             engine.add_request("0", prompts()[0], greedy())
             for _ in range(5):
                 assert engine.step() == []
@@ -54,7 +54,7 @@ Call = Callable[[Any], Any]
 
 
 def on_workers(method: str, **named: Any) -> Call:
-    """Calls all workers without the scheduler."""
+    """Returns a call of a method on all workers, which bypasses the scheduler."""
     return lambda llm: llm.collective_rpc(method, kwargs=named)
 
 
@@ -68,11 +68,11 @@ def release(llm: Any) -> None:
     llm.release_kv_cache_memory()
 
 
-# Calls of trainers between two rollouts, before and after the training step (from their sources of
-# 2026). Trainers send new weights through calls of the workers; here the workers reload the
-# weights.
+# The calls that trainers make between two rollouts, before and after the training step (from their
+# sources in 2026). Trainers send new weights by calling the workers, which reload their weights
+# here.
 LOOPS: dict[str, tuple[list[Call], list[Call]]] = {
-    # verl with trainer and rollout on the same GPUs: the scheduler does not know that its workers
+    # verl with trainer and rollout on the same GPUs. The scheduler does not know that its workers
     # sleep, and prefixes are reset after the weights have changed.
     "verl-hybrid": (
         [on_workers("sleep", level=2)],
@@ -88,8 +88,8 @@ LOOPS: dict[str, tuple[list[Call], list[Call]]] = {
         [lambda llm: llm.sleep(level=1)],
         [lambda llm: llm.wake_up(tags=["kv_cache", "weights"]), reset],
     ),
-    # OpenRLHF first wakes only the weights; before the rollout it wakes every tag, so the weights
-    # twice.
+    # OpenRLHF first wakes only the weights. Before the rollout it wakes every tag, and thus the
+    # weights again.
     "openrlhf": (
         [lambda llm: llm.sleep(level=1)],
         [
@@ -100,20 +100,20 @@ LOOPS: dict[str, tuple[list[Call], list[Call]]] = {
             lambda llm: llm.wake_up(tags=["kv_cache"]),
         ],
     ),
-    # vLLM's own call for trainers that need only the KV cache's memory, since 0.31.
+    # vLLM's own call (since 0.31) for trainers that need only the KV cache's memory.
     "kv-cache-alone": ([release], [lambda llm: llm.wake_up()]),
 }
 
 
 def check_loop(llm: Any, name: str) -> None:
-    """Runs a trainer's loop: sleep after a rollout, check the memory, wake up."""
+    """Runs a trainer's loop: the engine sleeps, its memory is checked, and it wakes up."""
     elastic, memory = elastic_of(llm), memory_of(llm)
     null = 2 * memory.geometry.page_size
     assert elastic.backing.mapped_bytes > null
     before, after = LOOPS[name]
     for call in before:
         call(llm)
-    stats = memory.context.stats()  # without waiting: a trainer would allocate now
+    stats = memory.context.stats()  # checked at once, as a trainer would allocate now
     assert (elastic.backing.mapped_bytes, stats.mapped_bytes) == (null, null)
     assert stats.slab_bytes <= null + memory.context.info.slab_size
     check(llm)
@@ -131,7 +131,7 @@ def test_trainers_loops(start: Callable[..., Any]) -> None:
 
 @pytest.mark.long
 def test_a_hundred_rounds_under_load(start: Callable[..., Any], ledger: Any) -> None:
-    """Runs the loops in turn; some requests are running and some waiting when the engine sleeps."""
+    """Runs the loops in turn, each right after running and waiting requests were aborted."""
     with start("llama", VMEM_VLLM="1", VMEM_RESERVE="1M", VMEM_LIMIT="2M") as llm:
         engine, wanted, made = llm.llm_engine, answer(llm, prompts()), 10**6
         for number in range(100):
@@ -164,7 +164,7 @@ def pool() -> Iterator[VMemPool]:
 
 @pytest.fixture
 def weights(pool: VMemPool) -> Iterator[int]:
-    """Allocates weights in the pool as torch would; returns their address."""
+    """Allocates weights in the pool as torch would; yields their address."""
     library = ctypes.CDLL(_vmem.__file__)
     library.vmem_malloc.restype = ctypes.c_void_p
     library.vmem_malloc.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
@@ -214,7 +214,7 @@ def test_weights_sleep_and_wake(pool: VMemPool, weights: int, level: int, found:
 
 
 def test_memory_is_discarded_by_its_tag(pool: VMemPool, weights: int) -> None:
-    """Like `release_kv_cache_memory` since 0.31: the KV cache wakes without a tag."""
+    """The back end discards memory as for vLLM's `release_kv_cache_memory` (since 0.31)."""
     one, context = backend(), pool._context
     mapped = context.stats().mapped_bytes
     assert mapped > 0

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Description: a step's cost depends on what changes in it, not on the number of requests.
 
-Counts calls and the lines of pyvmem that the scheduler's thread runs; does not measure time.
+The tests count calls, and the lines of pyvmem that the scheduler's thread runs, but measure no
+time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ BLOCK = 32
 
 
 def lines_of(call: Callable[[], Any]) -> int:
-    """Counts the lines of pyvmem/vllm and pyvmem/elastic that a call runs in this thread."""
+    """Returns how many lines of pyvmem/vllm and pyvmem/elastic a call runs in this thread."""
     count = 0
 
     def line(frame: FrameType, event: str, arg: Any) -> Any:
@@ -45,7 +46,7 @@ def lines_of(call: Callable[[], Any]) -> int:
 
 
 def decode(llm: Any, count: int, length: int, steps: int) -> list[tuple[int, int]]:
-    """Decodes `count` requests; returns the lines and new blocks of each of `steps` steps."""
+    """Decodes `count` requests; returns each step's number of lines and of new blocks."""
     elastic, engine = elastic_of(llm), llm.llm_engine
     scheduler = engine.engine_core.engine_core.scheduler
     for number in range(count):
@@ -75,14 +76,14 @@ OPTIONS: dict[str, Any] = {
 
 
 def test_a_step_that_takes_nothing(start: Open) -> None:
-    """Expects as many lines for 64 requests as for 4, and for long requests as for short ones."""
+    """The number of lines is the same for 4 and 64 requests, and for short and long ones."""
     with start("llama", VMEM_RESERVE="8M", **OPTIONS) as llm:
         assert elastic_of(llm).reserve_blocks > 4 * 64
         least = [
             min(lines for lines, blocks in decode(llm, count, length, 8) if not blocks)
             for count, length in ((4, BLOCK + 1), (64, BLOCK + 1), (4, 8 * BLOCK + 1))
         ]
-        # a step may or may not wake the keeper, which takes a few lines
+        # A step may wake the keeper, which takes a few lines.
         assert max(least) - min(least) < 8
         assert 0 < least[0] < 150
 
@@ -100,14 +101,14 @@ def test_a_step_with_few_free_blocks(start: Open) -> None:
 
 
 def test_a_step_that_takes_blocks(start: Open) -> None:
-    """Expects a few lines per block, for any number of blocks."""
+    """Each block that a step takes costs a few lines, for any number of blocks."""
     with start("llama", VMEM_RESERVE="8M", **OPTIONS) as llm:
         for count in (4, 64):
             found = decode(llm, count, BLOCK - 6, 12)
             base = min(lines for lines, _ in found)
             (taking,) = [one for one in found if one[1]]
             assert taking[1] == count
-            # Twice as many if a growth in the background finishes in this step.
+            # A step takes twice as many lines if a growth in the background finishes in it.
             assert taking[0] <= base + 40 * (count + 1)
 
 
@@ -122,7 +123,7 @@ def test_at_the_limit_prefixes_are_evicted_without_asking_for_each(
         elastic = elastic_of(llm)
         for seed in range(3):
             answer(llm, prompts(seed))
-        # otherwise a growth may be retried once memory is freed
+        # Otherwise, a growth might be retried once memory is freed.
         elastic._give_back = lambda long_idle: None
         counts, here = {"begin": 0, "take": 0}, threading.get_ident()
 
@@ -130,7 +131,7 @@ def test_at_the_limit_prefixes_are_evicted_without_asking_for_each(
             call = getattr(owner, name)
 
             def instead(*args: Any) -> Any:
-                counts[name] += threading.get_ident() == here  # not calls of the keeper
+                counts[name] += threading.get_ident() == here  # leaves out calls by the keeper
                 return call(*args)
 
             setattr(owner, name, instead)
@@ -163,7 +164,7 @@ def test_statistics_do_not_lock_the_ledger(start: Open, monkeypatch: pytest.Monk
 
 
 def test_patches_of_other_tools_stay(start: Open) -> None:
-    """In every kind of step, the tool sees the calls that it would see without the pool."""
+    """In every kind of step, a tool sees the calls that it would see without the pool."""
     with start("llama", VMEM_RESERVE="512K", **OPTIONS) as llm:
         engine = llm.llm_engine
         manager = engine.engine_core.engine_core.scheduler.kv_cache_manager

@@ -25,11 +25,11 @@ from pool_model import RankModel
 
 from pyvmem.elastic.geometry import Geometry
 
-PAGE = 64 << 10  # bytes of a block in one tensor
+PAGE = 64 << 10  # bytes per block in a tensor
 
 
 def pytest_configure() -> None:
-    """Replaces the classes that the tests create, before they import them."""
+    """Replaces the classes that the tests create, before the tests import them."""
     mode = os.environ.get("VLLM_TESTS_POOL", "")
     if mode:
         os.environ["VMEM_LEDGER"] = "off"
@@ -43,7 +43,10 @@ def _take_in_vllms_order(elastic: Any, count: int) -> None:
 
 
 class _Pools:
-    """Attaches an elastic object to the outermost of a scheduler, a manager and a block pool."""
+    """Puts the elastic pool under new schedulers, KV-cache managers and block pools.
+
+    Of objects that are created inside one another, only the outermost gets an elastic pool.
+    """
 
     def __init__(self, backed: bool) -> None:
         self._backed = backed
@@ -65,7 +68,7 @@ class _Pools:
         async_scheduler.AsyncScheduler = ours.ElasticAsyncScheduler
 
     def _prepare(self, engine: Any) -> None:
-        """Replaces an engine's rank processes, thread and model."""
+        """Replaces the parts of an `ElasticEngine` that need processes, a thread or a model."""
         made = engine.ElasticEngine.__init__
 
         @functools.wraps(made)
@@ -74,7 +77,7 @@ class _Pools:
             rank = RankModel(Geometry.of(blocks, PAGE, [blocks * PAGE]))
             rank.launched = 1 << 62  # no worker runs the steps
             engine.connect = lambda *_: [rank]
-            ours = hasattr(connector, "connector_scheduler")  # the pool rejects all others
+            ours = hasattr(connector, "connector_scheduler")  # the pool rejects other connectors
             made(self, config, kv, pool, connector if ours else None)
 
         engine.ElasticEngine.__init__ = __init__
@@ -83,7 +86,7 @@ class _Pools:
         engine.ElasticEngine._least = staticmethod(lambda *_: 0)
 
     def _after(self, owner: type, then: Callable[[Any], None]) -> None:
-        """Calls `then` with each new object, unless it is created inside another of the classes."""
+        """Calls `then` with each new `owner` that is not created inside another such object."""
         made = owner.__init__  # type: ignore[misc]
 
         @functools.wraps(made)
@@ -122,7 +125,7 @@ class _Pools:
         pool.get_new_blocks = get_new_blocks
 
     def _manager(self, manager: Any) -> None:
-        """Adds the pool to a manager without a scheduler, and watches all its steps."""
+        """Adds the pool to a manager that has no scheduler, and watches all of its steps."""
         from pyvmem.vllm.demand import Demand
 
         config = manager.kv_cache_config

@@ -1,22 +1,24 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench capacity`: how many requests a GPU's memory holds at a time, by layout.
+"""`vmem bench capacity`: how many requests fit into a GPU's memory at a time, by memory layout.
 
 Follows figure 12 of the vAttention paper (ASPLOS'25), which gives the largest batch with 64 KB and
-with 2 MB pages for another trace (OpenChat); its artifact has no script for it. Here:
+with 2 MB pages on another trace (OpenChat); the paper's artifact has no script for that figure.
+Here:
 
-- Memory for keys and values is a GPU's memory minus a tenth (activations, CUDA's context and
-  libraries; engines use 0.9 of a GPU by default) and minus the weights in bfloat16, counted from
-  the model's public configuration. Yi-34B runs on two ranks, each with half of the heads and
-  weights: on one GPU its weights leave too little for the long trace. Numbers are per rank.
+- The memory for keys and values is the GPU's memory minus a tenth (activations, CUDA's context and
+  libraries; engines use 0.9 of a GPU by default) and minus the bfloat16 weights, whose number
+  follows from the model's public configuration. Yi-34B runs on two ranks, each with half of the
+  heads and weights, because on one GPU its weights leave too little memory for the long trace.
+  Numbers are per rank.
 - The batch is the mean number of running requests while memory is the limit; each row also records
   the largest batch of any iteration. `vmem_bench.replay` defines an iteration.
 - PagedAttention allocates blocks of 16 or 256 tokens, for all layers at once. Its block tables are
   not counted.
-- Pages that a request has mapped ahead of need (`KVCacheConfig.growth_fraction`) are not counted:
-  when memory is the limit they are unmapped for other requests.
+- Pages that a request has mapped ahead of need (`KVCacheConfig.growth_fraction`) are not counted,
+  because they are unmapped for other requests when memory is the limit.
 
-No GPU is needed: the arithmetic is the cache's own (`Layout.pages_for_step`), and a test runs
-the same replay through a `KVCache` with real pages.
+The benchmark needs no GPU. It uses the cache's own arithmetic (`Layout.pages_for_step`), and a test
+runs the same replay through a `KVCache` with real pages.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ __all__ = ["FORMAT", "System", "add_parser", "aims", "measure", "run", "systems"
 FORMAT = "vmem-bench-capacity/1"
 MODELS = "Yi-6B,Llama-3-8B,Yi-34B:2"
 _MB = 1 << 20
-_AGAINST_2M = {"Yi-6B": 1.7, "Llama-3-8B": 1.5, "Yi-34B": 1.5}  # targets on Azure's trace
+_AGAINST_2M = {"Yi-6B": 1.7, "Llama-3-8B": 1.5, "Yi-34B": 1.5}  # targets for Azure's trace
 _AGAINST_BLOCKS = 0.97
 
 
@@ -67,8 +69,8 @@ class System:
         group_size: layers in one tensor.
         page_size: bytes; 0 for blocks.
         block: tokens; 0 for pages.
-        overread_rows: rows past a prompt's end that a kernel may read, as it reads whole tiles; 0
-            for blocks.
+        overread_rows: rows that a kernel may read past a prompt's end, because it reads whole
+            tiles; 0 for blocks.
     """
 
     name: str
@@ -100,8 +102,9 @@ def systems(
 
     Args:
         shape: the model.
-        page_sizes: bytes.
-        groups: layers per tensor, 0 for all; skipped if the number of layers is not a multiple.
+        page_sizes: in bytes.
+        groups: layers per tensor, 0 for all. Sizes that do not divide the number of layers are
+            skipped.
         blocks: tokens per block of PagedAttention.
         overread_rows: as in `KVCacheConfig`.
     """
@@ -122,7 +125,7 @@ def measure(
     memory: int,
     compared: list[System],
 ) -> None:
-    """Adds a row for each system: the mean batch, with the other fields of the `Outcome`."""
+    """Adds a row for each system, with the mean batch and the other fields of the `Outcome`."""
     from vmem_bench.replay import Pages, replay  # needs numpy, unlike the rest of this module
 
     longest = max(request.longest for request in requests)
@@ -150,9 +153,9 @@ def measure(
 
 
 def aims(record: Record) -> list[dict[str, Any]]:
-    """Ratios of the batch with 64 KB pages, a tensor per layer, to other layouts' batches.
+    """Returns how the batch with 64 KB pages and a tensor per layer compares with other layouts'.
 
-    Only Azure's trace has targets.
+    Each value is a ratio of two batches. Only Azure's trace has targets.
     """
     found = []
     for part in record.parts.values():

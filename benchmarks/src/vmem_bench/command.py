@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Common code of the commands that measure the KV cache and attention.
+"""Code shared by the commands that measure the KV cache and attention.
 
 A command is a list of parts, which run under one deadline. The result file is written again after
 each part, and whenever a part asks for it.
@@ -44,7 +44,7 @@ class WrongResult(RuntimeError):
 
 
 def add_common(parser: argparse.ArgumentParser, seconds: int) -> None:
-    """Adds the options common to all these commands; `seconds` is the default deadline."""
+    """Adds the options that these commands share; `seconds` is the default deadline."""
     add = parser.add_argument
     add_backend(parser, "of the cache")
     add_device(parser)
@@ -69,17 +69,17 @@ def add_page(parser: argparse.ArgumentParser) -> None:
 
 
 class Command:
-    """One run of a command: the record that it fills, and where it is written.
+    """One run of a command: the record that it fills and the file that the record goes to.
 
     Args:
         args: the parsed arguments, which include the options of `add_common`.
-        name: name of the benchmark; the format is ``vmem-bench-NAME/1``.
+        name: name of the benchmark; the record's format is ``vmem-bench-NAME/1``.
         method: describes how each quantity is measured.
         **options: recorded in addition to the common options.
 
     Attributes:
-        backend: name of the back end that was opened to query it.
-        page_sizes, max_segments: from its `ContextInfo`.
+        backend: name of the back end.
+        page_sizes, max_segments: from the `ContextInfo` of the back end.
         deadline: deadline of the whole command.
 
     Raises:
@@ -129,7 +129,11 @@ class Command:
         return min(size for size in self.page_sizes if size >= 64 << 10)
 
     def device(self) -> torch.device:
-        """Returns the tensors' device. RuntimeError: torch cannot use it; the message says why."""
+        """Returns the device for tensors.
+
+        Raises:
+            RuntimeError: torch cannot use the device; the message says why.
+        """
         try:
             import torch
         except ImportError as error:
@@ -141,7 +145,7 @@ class Command:
         return torch.device(f"cuda:{self.args.device}")
 
     def load_fa3(self, part: Part, device: torch.device) -> None:
-        """Registers FlashAttention-3 with `pyvmem.attention`, or notes why it cannot."""
+        """Registers FlashAttention-3 with `pyvmem.attention`, or notes why that is impossible."""
         if self.args.fa3 is None and device.type != "cuda":
             return
         try:
@@ -161,13 +165,13 @@ class Command:
         print(f"{self.deadline.used:5.0f} s  {text}", file=sys.stderr, flush=True)
 
     def finish(self) -> int:
-        """Writes and prints everything. Returns the exit status that `ended` chooses."""
+        """Writes and prints the results. Returns the exit status from `ended`."""
         self.write()
         return said(self.record, self.args)
 
 
 def open_command(*args: Any, **options: Any) -> Command | None:
-    """Returns a `Command`, or None and prints why if the back end cannot be opened."""
+    """Returns a `Command`; if the back end cannot be opened, prints why and returns None."""
     try:
         return Command(*args, **options)
     except VMemError as error:
@@ -176,7 +180,7 @@ def open_command(*args: Any, **options: Any) -> Command | None:
 
 
 def imports(command: Command, part: Part, package: str) -> bool:
-    """Returns true and records the version if `package` can be imported; else notes why not."""
+    """Returns whether `package` can be imported; records its version, or why it cannot."""
     try:
         found = importlib.import_module(package)
     except ImportError as error:
@@ -196,9 +200,9 @@ def run_on_device(
 ) -> int:
     """Runs one part on the back end's device.
 
-    Returns the exit status of `ended`, or 2 if the back end cannot be opened.
+    Returns the exit status from `ended`, or 2 if the back end cannot be opened.
 
-    follows: the results are in another rank's process; this process only reports its own failure.
+    follows: another rank's process has the results, so this process only reports its own failure.
     """
     if command is None:
         return 2

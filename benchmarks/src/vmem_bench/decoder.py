@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""A Llama-like model with random weights: as many FLOPs and bytes as the real model, but no text.
+"""A Llama-like model with random weights: the real model's FLOPs and bytes, but meaningless output.
 
-Plain torch with rotary embedding, without a tokenizer. The caller supplies attention and the cache:
-`pyvmem.attention`, or anything with the same interface. With several ranks (`Shard`), each rank
-holds part of the heads and of the MLP, and a full copy of everything else.
+It is plain torch with rotary embedding, without a tokenizer. The caller supplies attention and the
+cache: `pyvmem.attention`, or anything with the same interface. With several ranks (`Shard`), each
+rank holds part of the heads and of the MLP, and a full copy of everything else.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ class Sizes:
 
     @property
     def weights(self) -> int:
-        """Number of weights in the layers, the output projection and the embedding."""
+        """The number of weights in the layers, the output projection and the embedding."""
         attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
         layer = attention + 3 * self.hidden * self.inner + 2 * self.hidden
         return self.layers * layer + 2 * self.vocabulary * self.hidden + self.hidden
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token's keys and values in all layers, in bfloat16."""
+        """The size of a token's keys and values in all layers, in bytes of bfloat16."""
         return 2 * self.layers * self.kv_heads * self.head_dim * 2
 
     def on_ranks(self, ranks: int) -> Sizes:
-        """Returns one rank's part.
+        """Returns the sizes of one rank's part of the model.
 
         Raises:
             ValueError: `ranks` does not divide the heads or the inner layer.
@@ -105,24 +105,24 @@ class NewTokens(Protocol):
 
     @property
     def positions(self) -> torch.Tensor:
-        """Position of each new token in its request, ``[tokens]``."""
+        """The position of each new token in its request, ``[tokens]``."""
 
     @property
     def starts(self) -> torch.Tensor:
-        """Start offsets of each request's new tokens, and the end, ``[requests + 1]``."""
+        """The index of each request's first new token, then the total, ``[requests + 1]``."""
 
 
 _Batch = TypeVar("_Batch", bound=NewTokens, contravariant=True)
 
 
 class Attends(Protocol, Generic[_Batch]):
-    """Storage for keys and values and attention over it, like `pyvmem.attention.Attention`."""
+    """Stores keys and values and attends to them, like `pyvmem.attention.Attention`."""
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, batch: _Batch) -> None:
         """Stores the new tokens' rows, ``[tokens, num_kv_heads, head_dim]``."""
 
     def __call__(self, q: torch.Tensor, layer: int, batch: _Batch) -> torch.Tensor:
-        """Computes attention for queries ``[tokens, heads, head_dim]``; returns that shape."""
+        """Returns the attention output for queries; both are ``[tokens, heads, head_dim]``."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,9 @@ class _Layer:
 
 
 class Decoder:
-    """The model. Its bfloat16 weights depend only on seed and device, not on the number of ranks.
+    """The model, in bfloat16.
+
+    Its weights depend only on the seed and the device, not on the number of ranks.
 
     Args:
         sizes: sizes of the whole model.
@@ -171,7 +173,7 @@ class Decoder:
         self._head = self._random(s.vocabulary, s.hidden, s.hidden)
 
     def _random(self, rows: int, columns: int, inputs: int) -> torch.Tensor:
-        """Returns weights scaled so that outputs are about as large as inputs."""
+        """Returns random weights, scaled so that outputs are about as large as inputs."""
         weight = torch.empty(rows, columns, dtype=torch.bfloat16, device=self._device)
         return weight.normal_(0, inputs**-0.5, generator=self._generator)
 

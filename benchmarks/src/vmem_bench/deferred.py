@@ -5,11 +5,11 @@ Follows figure 10 of the vAttention paper (ASPLOS'25): a prompt's prefill needs 
 once, so they cannot be mapped while something else runs. Four modes take turns:
 
 - ``mapped``: the slot's pages stay mapped throughout; the cache is not called.
-- ``reuse``: the request gets a freed request's slot with its pages (deferred reclamation, the
-  cache's default); they are zeroed for it.
-- ``sync``: pages are unmapped when a request ends, and `step` maps all of them before the prefill,
-  in runs, since the pool is not fragmented.
-- ``pages``: like ``sync``, but free memory is fragmented to single pages, as in a long-running
+- ``reuse``: the request gets the slot and pages of a freed request (deferred reclamation, the
+  cache's default); the pages are zeroed first.
+- ``sync``: a request's pages are unmapped when it ends, and `step` maps all pages of the next
+  request before its prefill, in runs, since the pool is not fragmented.
+- ``pages``: like ``sync``, but free memory is fragmented into single pages, as in a long-running
   server.
 """
 
@@ -51,7 +51,7 @@ MODES = {
     "pages": "mapped before it starts, page by page",
 }
 _AIM = 1.01
-_OVERREAD = 192  # rows past a length: FlashAttention-3 reads whole tiles
+_OVERREAD = 192  # rows read past a request's end: FlashAttention-3 reads whole tiles
 _METHOD = {
     "time": "host clock around alloc_reqid, step, forward and synchronize",
     "gpu": "events around the forward pass",
@@ -62,7 +62,7 @@ _METHOD = {
 
 
 class _Mode:
-    """One of `MODES`, with a one-slot cache. A context manager."""
+    """One of `MODES` with its one-slot cache, as a context manager."""
 
     def __init__(
         self, name: str, command: Command, model: Decoder, ids: torch.Tensor, book: Book
@@ -114,7 +114,7 @@ class _Mode:
         return self
 
     def _name_rows(self) -> None:
-        """Opens the mode's rows, after its set-up has succeeded."""
+        """Adds the mode's rows to the result, once its setup has succeeded."""
         name, what = self.name, self._what
         self._total = self._open_rows(f"time/{name}", what, unit="ms")
         if name != "mapped":
@@ -132,7 +132,7 @@ class _Mode:
             raise RuntimeError("memory is short")
 
     def _end(self) -> None:
-        """Frees the request; in modes that map its pages anew, also unmaps them."""
+        """Frees the request, and unmaps its pages in modes that map them anew."""
         self.cache.free_reqid(0)
         if self.name in ("sync", "pages"):
             self.cache.memory.reclaim_free(wait=True)
@@ -140,7 +140,7 @@ class _Mode:
                 raise RuntimeError("pages of a freed request stay mapped")
 
     def turn(self) -> None:
-        """Prefills a new request."""
+        """Prefills a new request and records the times."""
         clock, takes = time.perf_counter_ns, self.name != "mapped"
         start = clock()
         if takes:
@@ -216,7 +216,7 @@ def _measure(command: Command, part: Part, device: torch.device) -> None:
 
 
 def _compare(outs: list[torch.Tensor]) -> float:
-    """Returns the largest difference from the first output, relative to its largest element."""
+    """Returns how far any output is from the first, relative to the first's largest element."""
     first = outs[0].float()
     return max(float((one.float() - first).abs().max() / first.abs().max()) for one in outs)
 
@@ -258,6 +258,9 @@ def add_parser(which: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
+    """Runs the command.
+
+    Returns the exit status from `ended`, or 2 if the back end cannot be opened.
+    """
     command = open_command(args, "deferred", _METHOD)
     return run_on_device(command, "prefill", "prefill of one prompt", _measure)

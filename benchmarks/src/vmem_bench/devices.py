@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench devices`: the cost of more devices, and of reading each other's memory.
+"""`vmem bench devices`: the cost of more devices, and of reading memory on another device.
 
-- ``map``: mappings that every device of a context sees, by the number of devices.
-- ``tiers``: a request's pages move to each peer, to the host and back, and are read there.
-- ``step``: steps of a `ParallelKVCache` by the number of ranks, with one process and one device per
-  rank.
+- ``map``: the time to map a page for every device of a context, by the number of devices.
+- ``tiers``: a request's pages move to each peer or to the host, are read there, and move back.
+- ``step``: the time of a `ParallelKVCache`'s steps by the number of ranks, with one process and one
+  device per rank.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "run"]
 
 _Call = Callable[[Sequence[int]], int]
-_PAGES = 64  # mapped and unmapped per turn, one by one
+_PAGES = 64  # pages mapped and unmapped per turn, one by one
 _ALIVE = 16384  # mappings that exist while the kernel's memory is measured
 _STEPS = 32  # steps per turn
 _MIB = 1 << 20
@@ -180,19 +180,19 @@ def _tiers(command: Command, part: Part, devices: int) -> None:
 
 
 def _keys(cache: KVCache) -> list[torch.Tensor]:
-    """Returns new tensors of the keys. The cache cannot be closed while any of them is alive."""
+    """Returns tensors of the keys. The cache cannot be closed while any of them is alive."""
     return [cache.k(layer)[0] for layer in range(cache.config.num_layers)]
 
 
 def _means(cache: KVCache) -> list[float]:
-    """Returns the mean of sampled elements of each tensor."""
+    """Returns the mean of each layer's keys, computed from a sample of the elements."""
     return [float(one.view(-1)[:: 1 << 10].float().mean()) for one in _keys(cache)]
 
 
 def _reading(
     book: Book, cache: KVCache, where: str, clock: Callable[[Callable[[], object]], float]
 ) -> Callable[[], None]:
-    """Returns a turn that reads the keys where they are, and checks them."""
+    """Returns a turn that times reading the keys where they are, and checks their values."""
     import torch
 
     wanted = [1.0, 2.0]
@@ -285,7 +285,10 @@ def _step(command: Command, part: Part, devices: int) -> None:
 def _rank(
     index: int, ranks: int, backend: str, page: int, quick: bool, seconds: float, out: str
 ) -> None:
-    """Runs one rank in its own process. Rank 0 writes the samples, {row: [what, rounds of ns]}."""
+    """Runs one rank in its own process.
+
+    Rank 0 writes the samples to `out`, as ``{row: [description, rounds of nanoseconds]}``.
+    """
     import torch
     import torch.distributed as dist
 
@@ -352,7 +355,7 @@ def _rank(
 
 
 def _walk(cache: KVCache | ParallelKVCache, call: _Call, samples: Samples) -> None:
-    """Times steps in each of which one request outgrows its pages."""
+    """Times steps that each grow the requests so that exactly one of them outgrows its pages."""
     into = samples.new_round()
     requests, rows = cache.config.max_batch, cache.layout.page_size // cache.layout.row_bytes
     reqids = [cache.alloc_reqid() for _ in range(requests)]
@@ -397,7 +400,10 @@ def add_parser(which: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command. Returns the status of `ended`, or 2 if the back end cannot be opened."""
+    """Runs the command.
+
+    Returns the exit status from `ended`, or 2 for ``--device`` or an unusable back end.
+    """
     if args.device:
         print(
             f"vmem bench: --device {args.device}: this benchmark starts with device 0",

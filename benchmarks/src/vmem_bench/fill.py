@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench fill`: requests grow until no page is left, with the default settings and others.
+"""`vmem bench fill`: requests grow until no page is left, in the default way and in others.
 
 A driver call creates one mapping, and a GPU allows fewer mappings than it has pages, so its memory
 cannot be filled page by page (`pyvmem.kvcache.growth`). The same requests grow in each of these
-ways in turn:
+ways:
 
 - ``default``: mapped in runs; a step joins mappings when they run low.
 - ``runs``: mapped in runs, never joined.
 - ``joined``: mapped page by page, joined when mappings run low.
 - ``pages``: mapped page by page, never joined.
 
-Halfway, a request is forked, and its rows are recorded and matched by another request.
+When half of the memory is in use, a request is forked, and its rows are recorded and matched by
+another request.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ __all__ = ["WAYS", "add_parser", "run"]
 _LARGE = 2 << 20
 _LEFT = 2 << 30  # bytes of GPU memory left for CUDA and other kernels
 _QUICK = 96 << 20
-_SHARES = 5  # forks, and as many prefix matches, halfway
+_SHARES = 5  # forks, and as many prefix matches, when memory is half full
 _SEED = 11
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -69,7 +70,7 @@ class _Filled:
 
 
 class _Filling(Closable):
-    """A cache that is filled once. A context manager."""
+    """A cache that is filled once, as a context manager."""
 
     def __init__(self, command: Command, way: str) -> None:
         args, quick = command.args, command.quick
@@ -110,7 +111,7 @@ class _Filling(Closable):
         self._stack.close()
 
     def fill(self, command: Command) -> _Filled:
-        """Steps until no page or no mapping is left."""
+        """Steps until no page or no mapping is left, or the deadline passes."""
         cache, found = self.cache, _Filled()
         longest = cache.config.max_seq_len
         ids = [cache.alloc_reqid() for _ in range(self.requests)]
@@ -143,7 +144,7 @@ class _Filling(Closable):
         return found
 
     def _share(self, found: _Filled) -> None:
-        """Forks the longest request, then starts another request from its recorded rows."""
+        """Forks the longest request, then starts other requests from its recorded rows."""
         cache = self.cache
         if Caps.ALIAS | Caps.READONLY not in cache.context.info.caps:
             return
@@ -209,7 +210,7 @@ _ROWS = (
 
 
 def _add(part: Part, way: str, rounds: list[_Filled], page: int) -> None:
-    """Adds the rows of a way: means over its rounds, along with each round's value."""
+    """Adds the rows of a way: each is a mean over its rounds, with the value of every round."""
     for name, what, unit, factor in _ROWS:
         values = [one.numbers[name] * factor for one in rounds]
         part.value(
@@ -301,7 +302,10 @@ def add_parser(which: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
+    """Runs the command.
+
+    Returns the exit status from `ended`, or 2 if the back end cannot be opened.
+    """
     names = ("requests", "rounds", "memory", "max_mappings")
     options = {name: getattr(args, name) for name in names}
     command = open_command(args, "fill", _METHOD, **options)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """`vmem bench kernels --footprint`: attention by cache size and by size of page-table entries.
 
-One attention step over all layers of a model whose keys and values fill a *footprint*: the number
-of mapped bytes, all of which a decode step reads once. A GPU's TLBs cover a few gigabytes with
-64 KB entries and the whole memory with 2 MB entries, so only large footprints show what small
+Times one attention step over all layers of a model. Its keys and values fill a *footprint*: the
+number of mapped bytes, all of which a decode step reads once. A GPU's TLBs cover a few gigabytes
+with 64 KB entries and the whole memory with 2 MB entries, so only large footprints show what small
 entries cost.
 
 A GPU has no room for two large footprints, so the kinds of memory take turns: each is allocated,
@@ -37,25 +37,25 @@ __all__ = ["CACHE", "ENTRIES", "MALLOC", "Footprint", "Model", "memories"]
 
 MALLOC = "malloc"
 ENTRIES = "entries"
-"""Small pages; entries of 2 MB map those that form contiguous blocks of 2 MB."""
+"""Small pages, mapped by 2 MB entries wherever they form contiguous blocks of 2 MB."""
 CACHE = "cache"
-"""Pages of a `KVCache` whose requests were prefilled and then grew, in steps, to the end."""
+"""Pages of a `KVCache` whose requests were prefilled and then grew step by step to full length."""
 
 _BLOCK = 16  # tokens per block of the paged layouts
 _FILL = 1 << 30  # elements filled per call
-_SPARE = 3 << 30  # bytes left for the kernels' outputs and torch
+_SPARE = 3 << 30  # bytes left free for the kernels' outputs and torch
 _TOLERANCE = 0.03  # relative to a head's largest output: bfloat16 has 8 bits
 
 
 @dataclass(frozen=True)
 class Model:
-    """The shape whose layers are read: Llama-3-8B's.
+    """The model whose attention is timed; the defaults are Llama-3-8B's shape.
 
     Attributes:
         layers, heads, kv_heads, head_dim: as in a model's configuration.
-        together: numbers of layers per tensor.
-        lengths: tokens per request when decoding.
-        prefills: new tokens and all rows of a single request.
+        together: the numbers of layers per tensor to try.
+        lengths: the numbers of tokens per request to try when decoding.
+        prefills: pairs of a request's number of new tokens and its total number of rows.
     """
 
     layers: int = 32
@@ -68,12 +68,12 @@ class Model:
 
     @property
     def row(self) -> int:
-        """Elements of a token's keys in one layer; its values have the same number."""
+        """The number of elements in a token's keys (or values) in one layer."""
         return self.kv_heads * self.head_dim
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token's keys and values in all layers, in bfloat16."""
+        """The size of a token's keys and values in all layers, in bytes of bfloat16."""
         return 2 * 2 * self.layers * self.row
 
 
@@ -96,7 +96,7 @@ class _Work:
 
 
 def memories(command: Command) -> list[str]:
-    """Returns the kinds of memory to compare: cudaMalloc's, and ours in each page size."""
+    """Returns the kinds of memory to compare: cudaMalloc's, then ours by page size and mapping."""
     small = command.page
     kinds = [MALLOC, *(page_name(size) for size in dict.fromkeys((small, 2 << 20)))]
     if command.backend == "cuda":
@@ -124,7 +124,11 @@ class Footprint:
         self._no_graph: set[str] = set()
 
     def measure(self, nbytes: int) -> None:
-        """Adds a footprint's rows. WrongResult: outputs differ between two kinds of memory."""
+        """Adds the rows of a footprint of `nbytes` bytes.
+
+        Raises:
+            WrongResult: outputs differ between two kinds of memory.
+        """
         import torch
 
         if self.device.type == "cuda":
@@ -173,7 +177,7 @@ class Footprint:
     # ---- memory ----------------------------------------------------------------------------------
 
     def _in_memory(self, nbytes: int, kind: str, use: Callable[[torch.Tensor], None]) -> None:
-        """Calls `use` with a flat bfloat16 tensor of `nbytes` bytes, and frees it."""
+        """Calls `use` with a flat bfloat16 tensor of `nbytes` bytes, and then frees the memory."""
         import torch
 
         if kind == MALLOC:
@@ -308,7 +312,7 @@ class Footprint:
         return q.normal_(generator=generator)
 
     def _slots(self, size: str, case: Case, together: int) -> _Work:
-        """Returns the step over slots; each tensor interleaves the rows of `together` layers."""
+        """Returns an attention step over slots whose tensors each interleave `together` layers."""
         layers, model = self.model.layers, self.model
 
         def views(flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -338,7 +342,10 @@ class Footprint:
         )
 
     def _blocks(self, size: str, case: Case, together: int) -> _Work:
-        """Returns the step over 16-token blocks in random order; `together` layers are adjacent."""
+        """Returns an attention step over 16-token blocks in random order.
+
+        Within a block, the rows of `together` layers are adjacent.
+        """
         import torch
 
         layers, model = self.model.layers, self.model
@@ -374,7 +381,7 @@ class Footprint:
     def _compare(
         self, work: _Work, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], kind: str
     ) -> None:
-        """Compares the sum of all layers' outputs with that from the first kind of memory."""
+        """Compares the sum of all layers' outputs with the sum from the first kind of memory."""
         import torch
 
         out = torch.zeros(work.q.shape, dtype=torch.float32, device=self.device)
@@ -391,7 +398,7 @@ class Footprint:
             )
 
     def _aims(self, works: Sequence[_Work], kinds: Sequence[str]) -> None:
-        """Adds the ratios of each memory's time to cudaMalloc's, in every layout."""
+        """Adds the time with each kind of memory relative to cudaMalloc's, in every layout."""
         prefix = self.part.name
         for work in works:
             for kind in kinds[1:]:

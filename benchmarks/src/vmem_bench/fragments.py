@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A context fragmented as in a long-running server: only single pages are free."""
+"""A context whose free memory is fragmented into single pages, as in a long-running server."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _SPARE = 64 << 20  # memory is allocated in whole slabs, so the limit may not be
 
 
 class Fragments(Closable):
-    """Leaves free only pages whose neighbours are taken, so that mapping goes page by page.
+    """A context in which every free page has taken neighbors, so that mapping goes page by page.
 
-    A context manager.
+    Used as a context manager.
 
     Args:
         backend: name of the back end.
         device: CUDA ordinal.
-        page: bytes.
-        nbytes: free memory to leave; an equal amount is taken.
+        page: page size in bytes.
+        nbytes: bytes of memory to leave free; an equal amount is taken.
 
     Attributes:
-        context: owned by this object.
+        context: the context, which this object owns.
 
     Raises:
-        VMemError: the context cannot be opened, or the device has less memory.
+        VMemError: the context cannot be opened, or the device has too little memory.
     """
 
     def __init__(self, backend: str, device: int, page: int, nbytes: int) -> None:
@@ -56,7 +56,7 @@ class Fragments(Closable):
         return taken
 
     def close(self) -> None:
-        """Frees all memory; everything must have been unmapped."""
+        """Frees all memory, which must have been unmapped."""
         for pages in self._kept:
             pages.release()
         self._kept.clear()

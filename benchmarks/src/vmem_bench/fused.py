@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Operations that engines fuse around attention: rotary embedding, and writing the new rows.
+"""Operations that engines fuse around attention: rotary embedding and writing the new rows.
 
-Each is one Triton kernel on a GPU, and plain torch elsewhere.
+Each operation is one Triton kernel on a GPU and plain torch elsewhere.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def _kernels() -> Any:
 
 
 def _on_gpu(tensor: torch.Tensor) -> Any:
-    """The Triton kernels, or None if they cannot be used."""
+    """Returns the module of Triton kernels, or None if they cannot be used for this tensor."""
     return _kernels() if tensor.is_cuda else None
 
 
 def rotary_table(longest: int, head_dim: int, theta: float, device: torch.device) -> torch.Tensor:
-    """Cosines and sines of every position, float32 ``[longest, 2, head_dim / 2]``."""
+    """Returns the cosines and sines of every position, float32 ``[longest, 2, head_dim / 2]``."""
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
     place = torch.arange(longest, dtype=torch.float64, device=device)
     angle = place[:, None] * theta**-exponent
@@ -39,7 +39,7 @@ def rotary_table(longest: int, head_dim: int, theta: float, device: torch.device
 
 
 def rotate(heads: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> None:
-    """Rotates ``[tokens, heads, head_dim]`` in place, by the tokens' positions."""
+    """Rotates `heads`, ``[tokens, heads, head_dim]``, in place by the tokens' positions."""
     tokens, count, width = heads.shape
     kernels = _on_gpu(heads)
     if kernels is not None:
@@ -63,7 +63,8 @@ def write_rows(
 ) -> None:
     """Stores each token's key and value ``[tokens, kv_heads, head_dim]`` at ``[row, place]``.
 
-    `keys`, `values`: ``[N, places, kv_heads, head_dim]``, of equal strides, each row contiguous.
+    `keys` and `values` are ``[N, places, kv_heads, head_dim]`` with the same strides; each row is
+    contiguous.
     """
     tokens, count, width = key.shape
     kernels = _on_gpu(key)
@@ -71,7 +72,7 @@ def write_rows(
         kernels.write_rows[(tokens, count)](
             key,
             value,
-            keys.data_ptr(),  # as an integer: Triton rejects tensors that CUDA did not allocate
+            keys.data_ptr(),  # an integer, since Triton rejects tensors that CUDA did not allocate
             values.data_ptr(),
             rows,
             places,

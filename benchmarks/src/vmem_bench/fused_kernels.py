@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""The Triton kernels of `vmem_bench.fused`; importing this needs Triton."""
+"""The Triton kernels of `vmem_bench.fused`; importing this module needs Triton."""
 
-# No `from __future__ import annotations` here, nor any annotation but constexpr: Triton reads them.
+# Triton evaluates annotations, so this module has no `from __future__ import annotations` and
+# annotates nothing but constexpr parameters.
 import triton
 import triton.language as tl
 
@@ -17,7 +18,7 @@ def rotate(  # type: ignore[no-untyped-def]
     head_stride,
     HALF: tl.constexpr,
 ):
-    """Rotates the pairs (i, i + HALF) of one head of a token by its position's angles."""
+    """Rotates the pairs (i, i + HALF) of one head of a token by the angles of its position."""
     token, head = tl.program_id(0), tl.program_id(1)
     lane = tl.arange(0, HALF)
     angles = table + tl.load(positions + token).to(tl.int64) * (2 * HALF)

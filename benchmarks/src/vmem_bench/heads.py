@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""The part ``kernels`` of `vmem bench models`: times of each kernel of `pyvmem.attention`.
+"""The part ``kernels`` of `vmem bench models`: times each kernel of `pyvmem.attention`.
 
-Each kernel runs on one layer of a cache, by phase, head size and type; a decode step has 8 requests
-with one new token each. All kernels must agree on the same cache, which is checked. The results
-also state how many rows a kernel reads past a request's end and before its window.
+Each kernel runs on one layer of a cache, for every phase, head size and type; a decode step has 8
+requests with one new token each. The outputs of all kernels are compared. The results also state
+how many rows a kernel reads past a request's end and before its window.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ NAME = "kernels"
 TITLE = "Kernels by phase, head size and type"
 FP8 = "float8_e4m3fn"
 _WARM, _TIMES = 3, 20
-# Largest difference between two kernels, relative to the largest element; 0.05 for other types.
+# The largest allowed difference between two kernels' outputs, relative to the largest element; it
+# is 0.05 for other types.
 _TOLERANCE = {FP8: 0.25}
 
 
 class _Case(NamedTuple):
-    """A layer of a cache, and the queries for it."""
+    """The shape and type of a cache's layer and of the queries for it."""
 
     dtype: str
     head_dim: int
     heads: int = 32
     kv_heads: int = 8
     v_head_dim: int = 0
-    """Elements of an MLA latent that form its value; 0: values are stored separately."""
+    """The number of elements of an MLA latent that form its value; 0 if values are separate."""
 
     @property
     def name(self) -> str:
-        """The case's name in the ids of its rows."""
+        """The name of the case in the ids of its rows."""
         return f"{self.dtype}/{self.head_dim}"
 
 
@@ -87,7 +88,7 @@ def measure(command: Command, part: Part, device: torch.device, left: Deadline) 
 
 
 def _fill(cache: KVCache, case: _Case) -> None:
-    """Fills every row that a kernel may read."""
+    """Fills every row that a kernel may read with random numbers."""
     import torch
 
     (rows, *_) = cache.slots.readable_rows([0])

@@ -6,8 +6,8 @@ layers. They run in four ways, each with the same tokens:
 
     dynamic   ``model.forward`` with transformers' own `DynamicCache`, attention by SDPA
     vmem      ``model.forward`` with `pyvmem.hf.VMemCache`
-    attend    requests concatenated in one batch without padding, `pyvmem.attention` over the slots,
-              MLA with its up-projections: what engines with continuous batching do
+    attend    requests concatenated in one batch without padding and `pyvmem.attention` over the
+              slots (given the up-projections of MLA), as in engines with continuous batching
     fp8       like ``attend``, with 8-bit keys and values, if a kernel reads them
 
 A last part times the kernels themselves (heads.py).
@@ -51,7 +51,7 @@ _NAME = "vmem-bench-models"
 
 @dataclass(frozen=True)
 class Kind:
-    """A model.
+    """A kind of model.
 
     Attributes:
         model: the class name of its transformers configuration, without "Config".
@@ -206,7 +206,7 @@ def _model(kind: Kind, quick: bool, device: torch.device) -> Any:
 
 
 def _forget_locals(error: BaseException | None) -> None:
-    """Clears the frames of an error and of its causes, which hold a cache's tensors."""
+    """Clears the frames of an error and its causes, because they hold a cache's tensors."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -239,11 +239,11 @@ class _Way:
         raise NotImplementedError
 
     def nbytes(self) -> int:
-        """Bytes that keys, values and states occupy now."""
+        """Returns the bytes that keys, values and states occupy now."""
         raise NotImplementedError
 
     def policy(self) -> dict[str, Any]:
-        """The policy settings of our caches."""
+        """Returns the policy settings of our caches."""
         return {"page_size": self.page, "low_watermark": 0.0}
 
 
@@ -295,7 +295,7 @@ class _VMem(_Dynamic):
 
 
 class _Attend(_Way):
-    dtype = ""  # type of keys and values; "": the model's
+    dtype = ""  # type of keys and values, or "" for the model's
 
     def open(self, stack: ExitStack) -> None:
         from pyvmem.attention import Attention, overread_rows
@@ -362,7 +362,7 @@ class _Attend(_Way):
 def _attention(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **more: Any
 ) -> tuple[Any, None]:
-    """An attention function for transformers; the argument ``vmem_models`` is the step's batch."""
+    """Computes attention for transformers, which passes on ``vmem_models`` from `forward`."""
     from pyvmem.hf.latent import UP
 
     attend, step = more["vmem_models"]
@@ -393,7 +393,7 @@ def _weights(kind: Kind, quick: bool, device: torch.device) -> Iterator[Any]:
 
     import torch
 
-    gc.collect()  # cycles left over from an earlier part would count as weights
+    gc.collect()  # reference cycles left over from an earlier part would count as weights
     model = _model(kind, quick, device)
     try:
         with torch.inference_mode():
@@ -416,7 +416,7 @@ def _time(call: Callable[[], Any], device: torch.device) -> tuple[Any, int]:
 
 
 def _measure(command: Command, part: Part, name: str, device: torch.device, left: Deadline) -> None:
-    """Adds a kind's rows: for each way, prefill of one request, then decoding of a batch."""
+    """Adds a kind's rows: in each way, the prefill of one request and the decoding of a batch."""
     import torch
 
     args, quick = command.args, command.quick
@@ -475,15 +475,16 @@ def _measure(command: Command, part: Part, name: str, device: torch.device, left
 
 
 def largest_difference(way: str, cuda: bool, found: Mapping[str, float]) -> float:
-    """Tolerance for the last logits compared with the first way's, relative to the largest logit.
+    """Returns how far the last logits may be from the first way's, relative to the largest logit.
 
-    0.1 in bfloat16, 0.001 in float32. An 8-bit element has 3 bits of mantissa, a bfloat16 element
-    has 7: rounding is 16 times as coarse, so the difference may be 16 times that of the same
-    kernels with bfloat16, but at most 0.5, since unrelated logits differ by about 1.
+    The tolerance is 0.1 in bfloat16 and 0.001 in float32. An 8-bit element has 3 bits of mantissa
+    and a bfloat16 element has 7, so rounding is 16 times as coarse and the difference may be 16
+    times that of the same kernels with bfloat16, but at most 0.5, since unrelated logits differ by
+    about 1.
 
     Args:
         way: one of `WAYS`.
-        cuda: the model is in bfloat16.
+        cuda: whether the model is on a GPU and so in bfloat16.
         found: the differences of earlier ways.
     """
     if way == "fp8":
@@ -501,7 +502,10 @@ def _rounds(
     device: torch.device,
     samples: tuple[Samples, Samples],
 ) -> tuple[torch.Tensor, int, list[str]]:
-    """Prefills one request, then decodes a batch; returns the batch's last logits and memory."""
+    """Times prefills of one request, then decode steps of a batch.
+
+    Returns the batch's last logits, the bytes of its cache and notes.
+    """
     tokens, longest = prompts.shape[1], prompts.shape[1] + new.shape[1]
     with quiet():
         for _ in range(rounds + 1):
@@ -540,7 +544,10 @@ def add_parser(which: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command. Returns 0, 1 if a part failed, 2 if the back end cannot be opened."""
+    """Runs the command.
+
+    Returns the exit status from `ended`, or 2 for an unknown kind or an unusable back end.
+    """
     import sys
 
     names = args.kinds.split(",")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Orders from a `Fleet` to an engine's process: the receiving side."""
+"""The receiving side of the orders that a `Fleet` sends to an engine's process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Orders = tuple[dict[str, Any], Callable[[dict[str, Any]], None], Iterator[dict[s
 
 @contextmanager
 def open_orders() -> Iterator[Orders]:
-    """Reads the options file and the answers' file descriptor from the command line."""
+    """Opens the orders; the command line names the options file and a descriptor for answers."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--options", type=Path, required=True)
     parser.add_argument("--answers", type=int, required=True)

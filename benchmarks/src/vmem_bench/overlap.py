@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench overlap`: what mapping in the background adds to decode iterations.
+"""`vmem bench overlap`: the time that mapping in the background adds to decode iterations.
 
 Follows figure 9 of the vAttention paper (ASPLOS'25). One process decodes with one model over three
-caches. They take turns in blocks of iterations, all with the same lengths and tokens:
+caches, one per mode. They take turns in blocks of iterations, with the same lengths and tokens:
 
 - ``mapped``: all pages were mapped beforehand; the cache is not called while the model runs.
 - ``async``: calls `step_async` for the next iteration as soon as the first layers of this one are
   launched, then `step`.
-- ``sync``: calls `step` alone, on the critical path.
+- ``sync``: calls only `step`, on the critical path.
 
 Requests grow from `low` to `high` tokens. A request that reaches `high` is replaced by a new one of
 `low` tokens, whose rows are not written, since prefill is not measured.
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "run"]
 
-_SPARE = 6 << 30  # bytes left for activations and libraries
+_SPARE = 6 << 30  # bytes left free for activations and libraries
 _METHOD = {
     "time": "host clock around step, forward, step_async and synchronize",
     "gpu": "events around the forward pass",
@@ -51,10 +51,10 @@ _METHOD = {
 
 
 def _compare(modes: list[Mode], lengths: Lengths, iteration: int) -> float:
-    """Largest difference between outputs of one iteration, relative to their largest element.
+    """Returns the largest difference between two modes' outputs of one iteration.
 
-    Replacement requests, whose first `low` rows were never written, are compared only between
-    ``async`` and ``sync``: there these rows are zeros.
+    It is relative to the largest element. Replacement requests, whose first `low` rows were never
+    written, are compared only between ``async`` and ``sync``, where these rows are zeros.
     """
     outs = {mode.name: mode.out.float() for mode in modes if mode.out is not None}
     worst = 0.0
@@ -72,7 +72,7 @@ def _compare(modes: list[Mode], lengths: Lengths, iteration: int) -> float:
 
 
 def _fitting(batch: int, sizes: Sizes, high: int, free: int, modes: int) -> int:
-    """Returns how many requests, at most `batch`, fit beside the weights with all caches full."""
+    """Returns how many requests, up to `batch`, fit beside the weights when all caches are full."""
     each = modes * high * sizes.token_bytes
     return max(0, min(batch, (free - 2 * sizes.weights - _SPARE) // each))
 
@@ -102,7 +102,8 @@ def _measure(command: Command, part: Part, device: torch.device) -> None:
     command.show(f"{sizes.name}, {batch} requests of {low} to {high} tokens")
     model = Decoder(sizes, device)
     with ExitStack() as stack:
-        # Create all caches before any of them maps a page: free memory must hold all their limits.
+        # Create all caches before any of them maps a page, while enough memory for their limits is
+        # still free.
         modes = [
             stack.enter_context(Mode(name, command, model, lengths, batch)) for name in args.modes
         ]
@@ -122,7 +123,10 @@ def _turns(
     iterations: int,
     block: int,
 ) -> None:
-    """Runs the blocks, the modes taking turns in rotating order; writes rows every fifth time."""
+    """Runs the blocks of iterations and writes the rows after every fifth block.
+
+    The modes take turns in each block, in rotating order.
+    """
     import torch
 
     device, vocabulary = modes[0].device, modes[0].model.sizes.vocabulary
@@ -242,6 +246,9 @@ def add_parser(which: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
+    """Runs the command.
+
+    Returns the exit status from `ended`, or 2 if the back end cannot be opened.
+    """
     command = open_command(args, "overlap", _METHOD)
     return run_on_device(command, "iterations", "iterations of decoding", _measure)

@@ -28,7 +28,7 @@ MODES = {
     "async": "mapped in the background",
     "sync": "mapped on the critical path",
 }
-_DRAWN = 500  # number of iterations whose times are stored individually
+_DRAWN = 500  # the times of this many iterations are stored one by one, to be drawn
 SPIKE = 1.2
 OVERREAD = 192  # rows read past a request's end: FlashAttention-3 reads whole tiles
 
@@ -48,22 +48,22 @@ class Lengths:
         self._starts = [i * distance for i in range(batch)]
 
     def at(self, iteration: int) -> list[int]:
-        """Tokens of each request, the new one included."""
+        """Returns the number of tokens of each request at an iteration, with the new token."""
         span = self.high - self.low
         return [self.low + 1 + (start + iteration) % span for start in self._starts]
 
     def ended(self, iteration: int) -> list[int]:
-        """The requests for which `iteration` is the last."""
+        """Returns the requests for which `iteration` is the last."""
         return [i for i, length in enumerate(self.at(iteration)) if length == self.high]
 
     def replaced(self, iteration: int) -> list[bool]:
-        """For each position in the batch, true if its first request has been replaced."""
+        """Returns, for each position in the batch, whether its first request was replaced."""
         span = self.high - self.low
         return [start + iteration >= span for start in self._starts]
 
 
 def spikes(times: list[float]) -> int:
-    """The number of times that exceed 1.2 times their median."""
+    """Returns how many of the times exceed 1.2 times their median."""
     median = sorted(times)[len(times) // 2]
     return sum(one > SPIKE * median for one in times)
 
@@ -85,7 +85,7 @@ class _Times:
 
 
 class Mode(Closable):
-    """One of `MODES`, with its cache. A context manager.
+    """One of `MODES` with its cache, as a context manager.
 
     Args:
         name: one of `MODES`.
@@ -135,7 +135,7 @@ class Mode(Closable):
         self.before = self.cache.stats()
 
     def prepare(self) -> None:
-        """Starts the requests and writes their rows. All modes' caches must exist already."""
+        """Starts the requests and writes their rows, once the caches of all modes exist."""
         first = self.lengths.at(0)
         self.reqids = [self._take(length) for length in first]
         everything = [self.lengths.high] * len(first)
@@ -208,7 +208,7 @@ class Mode(Closable):
             times.gpu.rounds[-1].append(elapsed * 1e6)
 
     def _forward(self, ids: torch.Tensor, during: Callable[[], None] | None) -> None:
-        """Launches a forward pass, and calls `during` once the GPU is busy with it."""
+        """Launches a forward pass and calls `during` once the GPU is busy with it."""
         if self._graph is None:
             self.out = self.model(ids, self.attend, self._current(), during)
             return
@@ -223,9 +223,9 @@ class Mode(Closable):
         return self._batch
 
     def capture(self) -> str:
-        """Captures the forward pass as a CUDA graph, after an iteration.
+        """Captures the forward pass as a CUDA graph; at least one iteration must have run.
 
-        Returns "", or the reason if it cannot be captured.
+        Returns "", or the reason why it cannot be captured.
         """
         import torch
 
@@ -252,7 +252,7 @@ class Mode(Closable):
         self._ahead_ns = time.perf_counter_ns() - start
 
     def _replace(self, iteration: int) -> None:
-        """Replaces the requests that end with this iteration. Its work must have been launched."""
+        """Replaces the requests that end with this iteration, whose work has been launched."""
         for request in self.lengths.ended(iteration):
             self.cache.free_reqid(self.reqids[request])
             self.reqids[request] = self._take(self.lengths.low + 1)
@@ -301,6 +301,6 @@ class Mode(Closable):
 
 
 def must(result: int) -> None:
-    """Raises RuntimeError if a step returned nonzero: memory is short."""
+    """Raises RuntimeError if a step's result is nonzero, which means that memory is short."""
     if result:
         raise RuntimeError("step: memory is short")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench kernels`: the same attention kernel, contiguous and paged.
+"""`vmem bench kernels`: the same attention kernel over contiguous and over paged memory.
 
-The contiguous form reads our pages, in random physical order, and cudaMalloc memory. The paged form
-reads cudaMalloc memory with its blocks in random order, for every block size. All buffers hold the
-same numbers.
+The contiguous form reads our pages, which are in random physical order, and cudaMalloc memory. The
+paged form reads cudaMalloc memory in blocks in random order, for every block size. All buffers hold
+the same numbers.
 """
 
 from __future__ import annotations
@@ -64,17 +64,18 @@ def _make(name: str, command: Command, device: torch.device) -> Kernel:
 
 
 def _page(command: Command) -> int:
-    """The size of our pages in bytes. Unlike `Command.page`, a quick run does not change it."""
+    """Returns the size of our pages in bytes; unlike `Command.page`, the same in a quick run."""
     return int(getattr(command.args, "page", 0)) or 64 << 10
 
 
 def _aims(command: Command, kernel: str, case: Case, blocks: Sequence[int]) -> None:
-    """Adds our speed relative to the best paged form, each block size and the GPU's bandwidth."""
+    """Adds our speed relative to the best paged form, to each block size and to the bandwidth."""
     pages = f"{page_name(_page(command))} pages"
     prefix = f"{kernel}/{case.name}"
     ours = [f"{prefix}/contiguous/{memory}" for memory in OURS]
     goal = _DECODE if case.decodes else _PREFILL
-    # Decoding a single request depends on the number of splits: only the tuned case has a target.
+    # The time to decode a single request depends on the number of splits, so only the tuned case
+    # has a target.
     plain = case.decodes and case.batch == 1 and not case.tuned
     over = []  # name, text, our rows, block sizes to compare with, target
     for block in (0, *blocks) if blocks else ():
@@ -109,7 +110,7 @@ def _aims(command: Command, kernel: str, case: Case, blocks: Sequence[int]) -> N
 
 
 def _roofline(*rows: Any) -> float:
-    """Rate at which keys and values are read (median over buffers), relative to the bandwidth."""
+    """Returns the median rate of reading keys and values, relative to the memory bandwidth."""
     *forms, peak = rows
     return statistics.median(float(row["gb_per_s"]) for row in forms) / float(peak["value"])
 
@@ -168,7 +169,10 @@ def _chosen(command: Command) -> list[Case]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command. Returns 0, 1 if a part failed, 2 if a back end or case is unknown."""
+    """Runs the command.
+
+    Returns the exit status from `ended`, or 2 for an unknown case or an unusable back end.
+    """
     command = open_command(args, "kernels", _METHOD, kernels=args.kernels)
     if command is None:
         return 2
@@ -207,7 +211,7 @@ def run(args: argparse.Namespace) -> int:
 def _run_footprints(
     command: Command, parts: dict[str, Part], kernels: dict[str, Kernel], device: torch.device
 ) -> None:
-    """Measures every footprint with every kernel; writes the file after each."""
+    """Measures every footprint with every kernel; writes the file after each measurement."""
     for name, kernel in kernels.items():
         with conducted(parts[name]):
             for nbytes in command.args.footprint:
@@ -223,13 +227,13 @@ def _run_all(
     cases: list[Case],
     device: torch.device,
 ) -> None:
-    """Measures every case with every kernel on the same buffers; writes the file after each."""
+    """Measures every case with every kernel on the same buffers; writes the file each time."""
     if not kernels:
         return
     # Restart the deadline: the kernels are compiled by now.
     deadline = Deadline(command.args.deadline)
     rows = max(case.kv_heads * case.head_dim for case in cases)
-    # A prefill's layer is small, so make room for several layers in one tensor.
+    # One layer of a prefill is small, so leave room for a tensor with several layers.
     nbytes = max(case.nbytes * (1 if case.decodes else GROUP // 2) for case in cases)
     nbytes += 2 * 2 * _OVERREAD * rows
     page = _page(command)
@@ -257,21 +261,21 @@ def _run_all(
 
 
 def _add_peak(part: Part, device: torch.device) -> None:
-    """Adds the GPU's memory bandwidth, the upper bound of a decode step's GB/s."""
+    """Adds the GPU's memory bandwidth, which bounds the rate at which a decode step can read."""
     import torch
 
     if device.type != "cuda":
         return
     properties = torch.cuda.get_device_properties(device)
-    clock = getattr(properties, "memory_clock_rate", 0)  # kHz; two transfers per cycle
-    width = getattr(properties, "memory_bus_width", 0)  # bits
+    clock = getattr(properties, "memory_clock_rate", 0)  # in kHz, with two transfers per cycle
+    width = getattr(properties, "memory_bus_width", 0)  # in bits
     if clock and width:
         what = "memory bandwidth, computed from memory clock and bus width"
         part.value("peak", what, "device", 2 * clock * 1e3 * width / 8 / 1e9, "GB/s")
 
 
 def _one(bench: PagedBench, part: Part, case: Case, deadline: Deadline) -> None:
-    """Measures one case; a failure is noted, and the next case runs."""
+    """Measures one case. A failure is noted and does not stop the next case."""
     try:
         bench.measure(case, deadline)
     except WrongResult as error:

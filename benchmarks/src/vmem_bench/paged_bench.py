@@ -5,9 +5,9 @@ It also times the calls that `pyvmem.attention` makes for a cache: over slots wi
 layer, and over slots whose tensor holds the rows of several layers, so that a layer's rows are
 strided.
 
-A decoding call is measured in a CUDA graph of several calls, each over a different part of the
-memory, like the layers of a model: the GPU would finish single calls faster than the CPU can launch
-them.
+Decoding calls are measured in a CUDA graph of several calls, each over a different part of the
+memory, like the layers of a model, because the GPU would finish single calls faster than the CPU
+can launch them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GROUP", "OURS", "SLOTS", "THEIRS", "PagedBench"]
 
-OURS = ("random0", "random1")  # names in `Buffers`
+OURS = ("random0", "random1")  # names of memory in `Buffers`
 THEIRS = ("malloc0", "malloc1")
 SLOTS = {"slots": "slots", "layered": "slots of layers in one tensor"}
 GROUP = 8  # maximum number of layers in one tensor
@@ -40,7 +40,7 @@ _TOLERANCE = 0.03  # relative to a head's largest output: bfloat16 has 8 bits
 
 @dataclass
 class _Form:
-    """A timed case: a form of a kernel over a buffer."""
+    """A form of a kernel over a buffer, for one case, with the function that is timed."""
 
     row: str
     what: str
@@ -57,20 +57,24 @@ class PagedBench:
         part: receives the rows ``CASE/contiguous/MEMORY``, ``CASE/pagedBLOCK/MEMORY``, and for
             our pages ``CASE/slots/MEMORY`` and ``CASE/layered/MEMORY``.
         kernel: the kernel, in both forms.
-        buffers: each has room for the largest case's keys and values.
-        quick: take few samples.
+        buffers: buffers that each have room for the largest case's keys and values.
+        quick: whether to take only a few samples.
     """
 
     def __init__(self, part: Part, kernel: Kernel, buffers: Buffers, quick: bool) -> None:
         self.part, self.kernel, self.buffers, self.quick = part, kernel, buffers, quick
         self.device = buffers.device
         self._clock = timer(self.device)
-        self._graphs: list[Any] = []  # each with its captured function, which holds the tensors
+        self._graphs: list[Any] = []  # each with the captured function, which holds the tensors
         self._graph_why = ""
         self._checked: list[float] = []
 
     def measure(self, case: Case, deadline: Deadline) -> None:
-        """Adds the rows of a case. WrongResult: a form computes a wrong result."""
+        """Adds the rows of a case.
+
+        Raises:
+            WrongResult: a form computes a wrong result.
+        """
         import torch
 
         generator = torch.Generator(device=self.device).manual_seed(4)
@@ -175,9 +179,10 @@ class PagedBench:
     def _slotted(
         self, case: Case, memory: str, layered: bool
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns the layers of a cache, with a tensor for each.
+        """Returns the keys and values of a cache's layers.
 
-        layered: all layers are in one tensor; if only one layer fits, the list is empty.
+        layered: whether all layers are in one tensor, instead of in a tensor each; if only one
+        layer fits, the list is empty.
         """
         shape = (case.batch, case.kv_len, case.kv_heads, case.head_dim)
         if not layered:
@@ -194,7 +199,7 @@ class PagedBench:
     def _layers(
         self, case: Case, memory: str, shape: tuple[int, ...]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns keys and values: for decoding, several parts of a buffer, otherwise one."""
+        """Returns pairs of keys and values: several parts of a buffer for decoding, else one."""
         flat, n = self.buffers.tensors[memory], case.elements
         half = flat.numel() // 2
         count = min(_LAYERS, half // n) if case.decodes else 1
@@ -229,7 +234,7 @@ class PagedBench:
         *,
         graph: bool,
     ) -> Callable[[], Any]:
-        """Returns a function that makes all calls of a sample, as a CUDA graph where possible."""
+        """Returns a function that makes all calls of a sample, if possible as a CUDA graph."""
 
         def plain() -> torch.Tensor:
             for k, v in layers:
@@ -252,7 +257,7 @@ class PagedBench:
         layers: Sequence[tuple[torch.Tensor, torch.Tensor]],
         make: Callable[[int], Call],
     ) -> int:
-        """Returns the number of splits with the shortest median."""
+        """Returns the number of splits with the shortest median time."""
         candidates = self.kernel.splits(case)
         if len(candidates) == 1:
             return candidates[0]
@@ -282,7 +287,10 @@ class PagedBench:
         return out
 
     def _check(self, what: str, out: torch.Tensor, wanted: torch.Tensor) -> None:
-        """Compares each head of each token separately, as later tokens' outputs are smaller."""
+        """Raises WrongResult if an output differs by too much from the wanted one.
+
+        Each head of each token is compared separately, as later tokens' outputs are smaller.
+        """
         wanted = wanted.float()
         difference = (out.float() - wanted).abs().amax(-1)
         worst = float((difference / wanted.abs().amax(-1).clamp_min(1e-9)).max())

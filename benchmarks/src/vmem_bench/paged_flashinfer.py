@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""FlashInfer, contiguous (its ragged wrapper), paged, and over a cache's slots.
+"""FlashInfer's kernels over contiguous rows (the ragged wrapper), over blocks and over slots.
 
-Its kernels are compiled on first use. The ragged wrapper needs rows without gaps, but slots have
+The kernels are compiled on first use. The ragged wrapper needs rows without gaps, but slots have
 gaps, so it is used only for a single long prompt in a slot; other prefills make a separate call
 for each request (`pyvmem.attention.infer`).
 
-Written for flashinfer-python 0.6.14, whose wheel includes the headers; it needs nvcc, a C++
-compiler and ninja on the PATH. Decoding uses the ``fa2`` kernels, which divide a request's rows
-among multiprocessors, and prefill uses the ``fa3`` kernels. FlashInfer would choose the same
+The module is written for flashinfer-python 0.6.14, whose wheel includes the headers; it needs nvcc,
+a C++ compiler and ninja on the PATH. Decoding uses the ``fa2`` kernels, which divide a request's
+rows among multiprocessors, and prefill uses the ``fa3`` kernels. FlashInfer would choose the same
 kernels: with several query heads per KV head, it decodes with its prefill kernels
 (`use_tensor_cores`).
 """
@@ -41,7 +41,8 @@ class FlashInfer:
         notes: how long compiling took, and what could not be compiled.
 
     Raises:
-        ValueError: not a GPU. ImportError: FlashInfer or a dependency is not installed.
+        ValueError: the device is not a GPU.
+        ImportError: FlashInfer or a dependency is not installed.
         RuntimeError: nothing could be compiled; the message says why.
     """
 
@@ -66,11 +67,11 @@ class FlashInfer:
         self.notes = [f"compiled in {time.monotonic() - start:.0f} s", *failed]
 
     def _build(self, backend: str) -> str:
-        """Compiles the module for `plan` or a single call. Returns "", or why it failed."""
+        """Compiles the module for `plan` or for single calls. Returns "", or why that failed."""
         import torch
 
         kind, dim = torch.bfloat16, 128
-        # Head sizes; then no positional encoding, window, soft cap or 16-bit reduction.
+        # The two head sizes; then no positional encoding, window, soft cap or 16-bit reduction.
         rest = (dim, dim, 0, False, False, False)
         try:
             if backend == _SINGLE:
@@ -112,7 +113,7 @@ class FlashInfer:
         return call
 
     def paged(self, case: Case, table: torch.Tensor, splits: int) -> Call:
-        """Returns a call of the paged wrapper; all blocks of every request are full."""
+        """Returns a call of the paged wrapper, for requests whose blocks are all full."""
         import torch
 
         blocks = table.shape[1]
@@ -140,9 +141,9 @@ class FlashInfer:
         return call
 
     def slots(self, case: Case) -> Call:
-        """Returns the calls of `pyvmem.attention`.
+        """Returns a function that makes the same calls as `pyvmem.attention`.
 
-        Prefill makes a call per request; decoding makes a paged call with an identity table.
+        Prefill makes one call per request; decoding makes a paged call with an identity table.
         """
         for name in ("fa2",) if case.decodes else (_SINGLE, "fa3"):
             self._need(name)
@@ -164,14 +165,14 @@ class FlashInfer:
         return torch.arange(case.batch + 1, dtype=torch.int32) * each
 
     def _out(self, case: Case) -> torch.Tensor:
-        """Preallocates the output: otherwise the paged wrapper zeroes a new one in every call."""
+        """Allocates the output; without one, the paged wrapper zeroes a new output in each call."""
         import torch
 
         shape = (case.batch * case.q_len, case.heads, case.head_dim)
         return torch.empty(shape, dtype=torch.bfloat16, device=self._device)
 
     def _plan(self, case: Case, splits: int, unit: int) -> dict[str, Any]:
-        """Returns the arguments of `plan`; split sizes count units of `unit` tokens."""
+        """Returns the arguments of `plan`; the split size is in units of `unit` tokens."""
         import torch
 
         plan: dict[str, Any] = {"causal": True, "q_data_type": torch.bfloat16}

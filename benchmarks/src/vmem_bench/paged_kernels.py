@@ -28,12 +28,12 @@ class Case:
     """A batch of equally long requests.
 
     Attributes:
-        name: the case in the ids of rows.
+        name: the case's name in the ids of rows.
         what: description of the case.
         batch: number of requests.
-        q_len: new tokens of each request, at the end of its rows.
-        kv_len: rows of each request.
-        tuned: search for the best number of splits; otherwise the kernel chooses.
+        q_len: number of new tokens of each request, which are its last rows.
+        kv_len: number of rows of each request.
+        tuned: whether to search for the best number of splits; otherwise the kernel chooses it.
     """
 
     name: str
@@ -53,12 +53,12 @@ class Case:
 
     @property
     def elements(self) -> int:
-        """Elements of the keys; the values have the same number."""
+        """The number of elements in the keys, and also in the values."""
         return self.batch * self.kv_len * self.kv_heads * self.head_dim
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values in bfloat16, which decoding must read."""
+        """The size of the keys and values in bytes of bfloat16, all of which decoding reads."""
         return 2 * 2 * self.elements
 
 
@@ -77,7 +77,7 @@ CASES = (
 
 
 def _by_heads() -> tuple[Case, ...]:
-    """Decoding and prefill, from one KV head per query head to one for all query heads."""
+    """Returns decoding and prefill cases, from a KV head per query head to one for all of them."""
     cases = []
     for name, what, heads, kv_heads in (
         ("mha", "MHA, 32 KV heads", 32, 32),
@@ -100,7 +100,7 @@ SETS: dict[str, tuple[Case, ...]] = {
     "long": tuple(
         Case(f"prefill_{n}k", f"prefill of {n}K", 1, n * _K, n * _K) for n in (32, 128, 192)
     ),
-    # A prompt of 16K, part of which is already in the cache; "none": the whole prompt is computed.
+    # Prompts of 16K of which a part is already in the cache; with "none", all of it is computed.
     "prefix": tuple(
         Case(
             f"prefix_{name}",
@@ -139,10 +139,10 @@ TINY_SETS: dict[str, tuple[Case, ...]] = {
 
 
 class Kernel(Protocol):
-    """A kernel in both forms.
+    """An attention kernel, in its contiguous and its paged form.
 
     Attributes:
-        name: the kernel in the ids of rows.
+        name: the kernel's name in the ids of rows.
         blocks: the block sizes to compare, in tokens.
     """
 
@@ -166,16 +166,16 @@ class Kernel(Protocol):
 
 
 def of_slots(prefill: str, decode: str, case: Case, device: torch.device) -> Call:
-    """Returns a call of `pyvmem.attention`'s prefill or decoding kernel, as the case requires.
+    """Returns a call of the kernel `prefill` or `decode` of `pyvmem.attention`, as the case needs.
 
-    The call accepts keys and values ``[batch, rows, kv_heads, dim]`` as a cache stores them: they
+    The call accepts keys and values ``[batch, rows, kv_heads, dim]`` as a cache stores them, which
     are strided if a tensor holds the rows of several layers.
     """
     from pyvmem.attention.batch import Batch, Part
     from pyvmem.attention.kernels import KERNELS
 
     config = SimpleNamespace(max_batch=case.batch, max_seq_len=case.kv_len, window=0)
-    # Stands in for a cache whose rows are all mapped. A batch uses no other attribute of a cache.
+    # This stands in for a cache whose rows are all mapped. A batch uses no other attributes of it.
     cache: Any = SimpleNamespace(
         config=config, safe_overread=True, readable_rows=lambda ids: [case.kv_len] * len(ids)
     )
@@ -212,7 +212,7 @@ class Fa3:
         return self._call(case, table, splits)
 
     def slots(self, case: Case) -> Call:
-        """Returns a call of the op over a batch of slots; for decoding, with a page table."""
+        """Returns a call of the op over a batch of slots, with a page table for decoding."""
         return of_slots("fa3", "fa3-paged", case, self._device)
 
     def _call(self, case: Case, table: torch.Tensor | None, splits: int) -> Call:
@@ -243,7 +243,7 @@ class Fa2:
         self._device = device
 
     def splits(self, case: Case) -> tuple[int, ...]:
-        """Returns only 0: the kernel chooses the number of splits."""
+        """Returns only 0, as the kernel always chooses the number of splits."""
         return (0,)
 
     def contiguous(self, case: Case, splits: int) -> Call:
@@ -255,12 +255,12 @@ class Fa2:
         raise NotImplementedError("torch's FlashAttention-2 does not accept a block table")
 
     def slots(self, case: Case) -> Call:
-        """Returns the variable-length call; rows may be strided."""
+        """Returns the op's variable-length call; a layer's rows may be strided."""
         return of_slots("fa2", "fa2", case, self._device)
 
 
 class Gather:
-    """torch's SDPA. Not a paged kernel: blocks are first copied in order. Runs everywhere."""
+    """torch's SDPA, which runs everywhere. It has no paged form, so blocks are copied in order."""
 
     name = "sdpa"
     blocks: tuple[int, ...] = (16, 64)

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench prefix-map`: time for a new request to start from a recorded prefix.
+"""`vmem bench prefix-map`: the time for a new request to start from a recorded prefix.
 
-`KVCache.alloc_prefix` finds the prefix and maps its pages, read-only, in a free slot: 10,240 tokens
+`KVCache.alloc_prefix` finds the prefix and maps its pages, read-only, in a free slot; 10,240 tokens
 of Llama-3-8B's shape are 1.34 GB in 64 tensors. The number of driver calls depends on where the
 pages are in physical memory, and so on how the first request allocated them:
 
-- ``runs``: in one step, as for a prefill: a tensor's pages are adjacent.
+- ``runs``: in one step, as for a prefill, so that a tensor's pages are adjacent.
 - ``runs_2m``: in one step, with 2 MB pages, each of which the GPU can map with one large entry.
 - ``fragmented``: from memory in which only single pages are free, so that no two are adjacent.
 
-A conversation's next turn, whose slot still has the prefix mapped, is timed as well: it makes no
-driver call.
+A conversation's next turn, whose slot still has the prefix mapped, is timed too; it makes no driver
+call.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _METHOD = {
 
 
 class _Kind(Closable):
-    """A cache that holds the prefix, allocated as one of `KINDS`. A context manager."""
+    """A context manager for a cache that holds the prefix, allocated as one of `KINDS`."""
 
     def __init__(self, name: str, command: Command, tokens: int) -> None:
         self.name = name
@@ -79,7 +79,7 @@ class _Kind(Closable):
         self.ids = TokenIds([(7 * i) % 128_000 for i in range(tokens)])
 
     def record(self) -> None:
-        """Creates the first request, marks its rows, records them and frees the request."""
+        """Creates the first request, marks some of its pages, records it and frees it."""
         cache = self.cache
         one = self._take()
         if cache.step([self.tokens if reqid == one else 0 for reqid in range(2)]):
@@ -105,7 +105,7 @@ class _Kind(Closable):
     # ---- timing ----------------------------------------------------------------------------------
 
     def time(self, found: Samples, matched: Samples) -> None:
-        """Times a request that starts from the prefix, and a match of the prefix alone."""
+        """Times a match of the prefix, then a request that starts from the prefix."""
         cache = self.cache
         start = time.perf_counter_ns()
         cache.match(self.ids, 0)
@@ -122,8 +122,10 @@ class _Kind(Closable):
         self._unmap()
 
     def time_next_turns(self, found: Samples, rounds: int) -> None:
-        """Times requests that resume in the previous request's slot. The first maps the prefix and
-        is not timed."""
+        """Times requests that resume in the previous request's slot.
+
+        The first request maps the prefix and is not timed.
+        """
         cache = self.cache
         for turn in range(rounds + 1):
             before = cache.stats()
@@ -150,7 +152,7 @@ class _Kind(Closable):
                 raise WrongResult(f"tensor {tensor}, page {page}: {got!r}, expected {wanted!r}")
 
     def _corners(self) -> list[tuple[int, int]]:
-        """The first and last page of the first and last tensor, and a page in the middle."""
+        """Returns the first and last page of the first and last tensor, and a page in between."""
         layout = self.cache.layout
         tensors, pages = layout.num_tensors, layout.pages_for(self.tokens)
         middle = (tensors // 2, pages // 2)
@@ -170,7 +172,11 @@ class _Kind(Closable):
 
 
 def _measure(command: Command, part: Part, name: str, deadline: Deadline) -> None:
-    """Adds the rows of a kind. VMemError: the back end does not support it."""
+    """Adds the rows of a kind.
+
+    Raises:
+        VMemError: the back end does not support this kind.
+    """
     tokens = min(command.args.tokens, 2048) if command.quick else command.args.tokens
     rounds = 3 if command.quick else command.args.rounds
     with _Kind(name, command, tokens) as kind:
@@ -236,7 +242,10 @@ def add_parser(which: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
+    """Runs the command.
+
+    Returns the exit status from `ended`, or 2 if the back end cannot be opened.
+    """
     command = open_command(args, "prefix-map", _METHOD, tokens=args.tokens)
     if command is None:
         return 2

@@ -2,16 +2,16 @@
 """Two prefix caches on the same trace and budget: our tree, and blocks named by their hash.
 
 Both serve one request at a time. At most n - 1 of a prompt's n tokens may come from the cache,
-since the last token must be computed. Then the prompt is recorded up to its last whole unit; this
-never evicts the prefix that was found, and units beyond the budget are not recorded. Outputs are
-not recorded, since the trace does not include them.
+since the last token must be computed. Then the prompt is recorded up to its last whole unit.
+Recording never evicts the prefix that was found, and units beyond the budget are not recorded.
+Outputs are not recorded, since the trace does not include them.
 
 - **Tree** (`PrefixTree`): a unit is the smallest number of tokens that two requests can share by
   mapping a page twice. The least recently used leaf is evicted first, from its end, by at least one
   unit.
-- **Blocks** (vLLM's automatic prefix caching): a full block is named by the hash of its tokens and
-  of the block before it. A finished request appends its blocks to a queue, its last block first;
-  new blocks are taken from the front of the queue.
+- **Blocks** (vLLM's automatic prefix caching): a full block is named by a hash of its tokens and of
+  the previous block's hash. A finished request appends its blocks to a queue, last block first; new
+  blocks are taken from the front of the queue.
 
 A third cache, `Turns`, is a real `KVCache`. It counts the hits whose rows were still mapped in the
 slot in which the conversation's previous turn ended. `Sliding` is the tree for a model with
@@ -57,14 +57,14 @@ __all__ = [
 ]
 
 TRACE_BLOCK = 512
-"""Tokens per id of Mooncake's trace. Equal ids mean equal prefixes up to that block's end."""
+"""Tokens per id of Mooncake's trace. Equal ids mean equal prefixes up to the end of the block."""
 
 _HOST_PAGE = 4096
 _MAX_HASH = MAX_ID // TRACE_BLOCK
 
 
 class Prompt(NamedTuple):
-    """A prompt of the trace: its length in tokens, and an id for each block of 512."""
+    """A prompt of the trace: its length in tokens, and an id for each block of 512 tokens."""
 
     length: int
     hash_ids: tuple[int, ...]
@@ -75,14 +75,14 @@ class Cache(Protocol):
 
     @property
     def evicted(self) -> int:
-        """Units or blocks evicted so far."""
+        """The number of units or blocks evicted so far."""
 
     def serve(self, prompt: Prompt) -> int:
         """Looks up a prompt, records it, and returns the number of tokens found."""
         ...
 
     def held_bytes(self) -> int:
-        """Bytes of keys and values in the cache now."""
+        """Returns how many bytes of keys and values are in the cache now."""
         ...
 
 
@@ -117,7 +117,7 @@ def _prompt(row: dict[str, object]) -> Prompt:
 
 
 def conversations(count: int, seed: int) -> list[Prompt]:
-    """Synthetic prompts: interleaved conversations of several turns after one system prompt."""
+    """Returns synthetic prompts: interleaved conversations that share one system prompt."""
     if count < 1:
         raise invalid(f"count is {count}; it must be at least 1", op="vmem bench")
     rng = random.Random(seed)
@@ -144,7 +144,7 @@ def token_ids(prompt: Prompt) -> TokenIds:
 
 
 class Units:
-    """A span of the tree; stores nothing but its number of units."""
+    """A span of the tree that stores only its number of units."""
 
     __slots__ = ("pages",)
 
@@ -157,12 +157,12 @@ class Units:
 
 
 class Tree:
-    """`PrefixTree` with eviction at a budget.
+    """A `PrefixTree` that evicts to stay within a budget.
 
     Args:
-        unit: tokens.
-        token_bytes: keys and values of a token in all layers.
-        budget: bytes.
+        unit: tokens per unit.
+        token_bytes: size of a token's keys and values in all layers.
+        budget: memory for keys and values, in bytes.
     """
 
     def __init__(self, unit: int, token_bytes: int, budget: int) -> None:
@@ -214,22 +214,22 @@ class Tail(Units):
 
 
 class Sliding:
-    """The tree of a model with sliding layers, with eviction at a budget.
+    """The tree of a model with sliding layers, which evicts to stay within a budget.
 
     A match ends where the sliding layers have all rows that the next token's kernels need. Prompts
-    are computed in steps, after each of which the window slides, and recorded up to the trace's
-    last whole block: the id of a partial block does not identify its first tokens.
+    are computed in steps, and the window slides after each step. They are recorded up to the last
+    whole block of the trace, because the id of a partial block does not identify its first tokens.
 
     Args:
-        unit: tokens; the same for all layers.
-        token_bytes: keys and values of a token in all layers.
-        budget: bytes.
+        unit: tokens per unit; the same for all layers.
+        token_bytes: size of a token's keys and values in all layers.
+        budget: memory for keys and values, in bytes.
         layers: the number of sliding layers, and the number of all layers.
-        kept: tokens before the next token that sliding layers need.
+        kept: number of tokens before the next token that sliding layers need.
         chunk: maximum number of tokens that a step computes.
 
     Attributes:
-        evicted: units evicted so far.
+        evicted: number of units evicted so far.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class Sliding:
         self._layer_bytes = unit * token_bytes // self._layers  # bytes of a unit in one layer
         self._capacity = budget // self._layer_bytes
         self._kept, self._chunk = kept, chunk
-        self._held = 0  # units that sliding layers hold
+        self._held = 0  # number of units that sliding layers hold
 
     def serve(self, prompt: Prompt) -> int:
         """See `Cache.serve`."""
@@ -269,7 +269,7 @@ class Sliding:
         self._evict()
         if node.end:
             tree.unpin(node)
-        self._evict()  # may now evict the prompt's own units, if they exceed the budget
+        self._evict()  # with the pin gone, evicts the prompt's own units if they exceed the budget
         return found
 
     def held_bytes(self) -> int:
@@ -292,11 +292,11 @@ class Sliding:
         return max(0, whole - self._kept) // self.tree.unit
 
     def _end(self, match: Match[Tail]) -> int:
-        """Returns the most tokens of a match after which sliding layers have all needed rows."""
+        """Returns how many tokens of a match can be used, given the rows of the sliding layers."""
         unit, units = self.tree.unit, match.length // self.tree.unit
         runs: list[
             tuple[int, int]
-        ] = []  # [start, end) of consecutive units that sliding layers hold
+        ] = []  # ranges [start, end) of consecutive units that sliding layers hold
         end = 0
         for span, _ in match.parts:
             low, end = end + span.pages - span.held, end + span.pages
@@ -312,15 +312,15 @@ class Sliding:
 
 
 class Blocks:
-    """Blocks named by their hash, in one queue; see the top of this file.
+    """A cache of blocks named by their hash, in one queue; see the top of this file.
 
     A block's hash covers its whole prefix. The trace gives such a hash for every 512 tokens, so a
     block is named by this hash and its index within the 512 tokens.
 
     Args:
-        block: tokens, a divisor of 512.
-        token_bytes: keys and values of a token in all layers.
-        budget: bytes.
+        block: tokens per block, a divisor of 512.
+        token_bytes: size of a token's keys and values in all layers.
+        budget: memory for keys and values, in bytes.
     """
 
     def __init__(self, block: int, token_bytes: int, budget: int) -> None:
@@ -336,7 +336,7 @@ class Blocks:
         self.evicted = 0
         self._queue: OrderedDict[int, None] = (
             OrderedDict()
-        )  # in the order in which blocks will be reused
+        )  # blocks in the order in which they will be reused
 
     def serve(self, prompt: Prompt) -> int:
         """See `Cache.serve`."""
@@ -366,23 +366,23 @@ class Turns(Closable):
     Prompts are served one at a time: all of their tokens are admitted, and the trace's whole blocks
     are recorded. (The id of a prompt's last, partial block does not tell how the block begins, so
     it is unknown which later prompts continue it.) Evicted pages are unmapped in the background,
-    before the next prompt starts. A context manager.
+    before the next prompt starts. The object is a context manager.
 
     Args:
-        unit: tokens, a power of two up to 2,048: one page of ``host``.
-        budget: tokens.
-        slots: as `KVCacheConfig.max_batch`.
-        longest: tokens of the longest prompt.
-        common: tokens that all prompts have in common; a longer hit counts as a next turn.
+        unit: tokens in a page of ``host``, a power of two up to 2,048.
+        budget: capacity in tokens.
+        slots: number of slots, as in `KVCacheConfig.max_batch`.
+        longest: number of tokens in the longest prompt.
+        common: number of tokens that all prompts share; a longer hit counts as a next turn.
 
     Attributes:
-        served: prompts that fit the budget.
-        hits: prompts that started from a recorded prefix.
-        next_turns: hits of more than `common` tokens.
-        resumed, next_resumed: the `hits` and `next_turns` whose tokens were all still mapped, so
-            that no driver call was made.
-        hit_tokens: tokens of hits.
-        mapped_tokens: the `hit_tokens` that were still mapped.
+        served: number of prompts that fit the budget.
+        hits: number of prompts that started from a recorded prefix.
+        next_turns: number of hits of more than `common` tokens.
+        resumed, next_resumed: how many of `hits` and of `next_turns` had all tokens still mapped,
+            so that they made no driver call.
+        hit_tokens: number of tokens found in all hits.
+        mapped_tokens: how many of the `hit_tokens` were still mapped.
     """
 
     def __init__(self, unit: int, budget: int, slots: int, longest: int, common: int) -> None:
@@ -393,7 +393,7 @@ class Turns(Closable):
             )
         self._unit, self._common = unit, common
         self._stack = ExitStack()
-        self._held: dict[int, tuple[int, ...]] = {}  # blocks recorded from each slot
+        self._held: dict[int, tuple[int, ...]] = {}  # the blocks recorded from each slot
         self.served = self.hits = self.next_turns = self.hit_tokens = 0
         self.resumed = self.next_resumed = self.mapped_tokens = 0
         config = KVCacheConfig(
@@ -481,7 +481,7 @@ def common_tokens(prompts: Sequence[Prompt]) -> int:
 
 
 def bound(prompts: Sequence[Prompt]) -> int:
-    """Returns the tokens that a cache of unlimited size finds, in the trace's blocks of 512."""
+    """Returns how many tokens a cache without a limit finds, in the trace's blocks of 512."""
     seen: set[int] = set()
     hits = 0
     for length, ids in prompts:

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench prefixes`: hit rates of the prefix tree, and the time of a match.
+"""`vmem bench prefixes`: the prefix tree's hit rates and the time of a match.
 
-- Part ``hits``: Mooncake's trace on the tree, with the units of several layouts, and on blocks of
-  16 tokens named by their hash, with the same budgets in bytes. `prefix_replay` describes both.
-- Part ``turns``: the same trace on a real cache, on ``host``. Counts the hits whose pages were
-  still mapped, so that the request started without a driver call.
-- Part ``windows``: the same trace on the tree of a model like Gemma 3, with five sliding layers per
-  full layer; once with windows and once with all rows kept.
-- Part ``match``: a prompt of 100,000 tokens is matched against 10,000 recorded prefixes. Half of
-  them agree with the prompt up to some token, which splits its path into many nodes.
+- Part ``hits`` replays Mooncake's trace on the tree, with the units of several layouts, and on
+  blocks of 16 tokens named by their hash, with the same budgets in bytes. `prefix_replay` describes
+  both.
+- Part ``turns`` replays the trace on a real cache, on ``host``, and counts the hits whose pages
+  were still mapped, so that the request started without a driver call.
+- Part ``windows`` replays the trace on the tree of a model like Gemma 3, with five sliding layers
+  per full layer, once with windows and once with all rows kept.
+- Part ``match`` matches a prompt of 100,000 tokens against 10,000 recorded prefixes. Half of them
+  agree with the prompt up to some token, which splits the prompt's path into many nodes.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _parts(text: str) -> tuple[str, ...]:
 
 
 def hits(part: Part, shape: ModelShape, prompts: list[Any], budgets: list[int]) -> None:
-    """Adds the share of the prompts' tokens that each cache finds, for each budget."""
+    """Adds the share of the prompts' tokens that each cache finds with each budget."""
     from vmem_bench.prefix_replay import Blocks, Cache, Tree, bound
 
     total = sum(prompt.length for prompt in prompts)
@@ -154,7 +155,7 @@ def turns(
 def _hit_rate(
     part: Part, prompts: list[Any], cache: Any, label: str, what: str, unit: int, budget: int
 ) -> dict[str, Any]:
-    """Serves the prompts, and adds and returns the row with the cache's hit rate."""
+    """Serves the prompts; adds a row with the cache's hit rate and returns it."""
     from vmem_bench.prefix_replay import hit_tokens
 
     gigabytes = f"{budget / 2**30:g}G"
@@ -174,7 +175,7 @@ def _hit_rate(
 
 
 def windows(part: Part, prompts: list[Any], budgets: list[int]) -> None:
-    """Adds the share of the prompts' tokens that is found, with windows and with all rows kept."""
+    """Adds the share of the prompts' tokens found with windows and with all rows kept."""
     from vmem_bench.prefix_replay import Cache, Sliding, Tree
 
     shape = _SLIDING

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Replays requests in a memory that is too small for all of them, and counts the running requests.
+"""Replays requests in too little memory for all of them, and counts the running requests.
 
 Arrival times do not matter: the queue is never empty, so only memory limits the batch. As in an
 engine with continuous batching, an iteration has these steps:
@@ -11,8 +11,8 @@ running requests are counted, with the bytes that they map and the bytes that th
 4. Requests that have generated their last token leave.
 
 A request of c prompt tokens and o output tokens runs o iterations and holds c, c + 1, ...,
-c + o - 1 tokens. Only iterations limited by memory count: those with a request still waiting after
-step 2. The end of the trace, when the queue is empty, does not count.
+c + o - 1 tokens. Only iterations limited by memory count, which are those with a request still
+waiting after step 2. The end of the trace, when the queue is empty, does not count.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Memory(Protocol):
     def hold(self, lengths: Lengths) -> bool:
         """Gives each request memory for its length; extra lengths at the end are new requests.
 
-        Returns False, with nothing changed, if memory is short.
+        Returns False and changes nothing if memory is short.
         """
         ...
 
@@ -49,14 +49,14 @@ class Memory(Protocol):
         ...
 
     def mapped_bytes(self) -> int:
-        """Physical memory of the requests as of the last `hold`."""
+        """Returns the physical memory that the requests have since the last `hold`."""
         ...
 
 
 class Pages:
-    """Memory as computed by `Layout.pages_for_step`; maps nothing.
+    """Memory that is only counted, with `Layout.pages_for_step`, and never mapped.
 
-    A PagedAttention block of N tokens is a page of N rows of one layer.
+    A PagedAttention block of N tokens is a page with N rows of one layer.
     """
 
     def __init__(self, layout: Layout, memory_bytes: int) -> None:
@@ -72,7 +72,7 @@ class Pages:
     def hold(self, lengths: Lengths) -> bool:
         """See `Memory.hold`."""
         running = len(self._held)
-        # A request grows into the rows that its prefill mapped past its length.
+        # A request first grows into the rows that its prefill mapped past its length.
         grown = np.maximum(self._table[lengths[:running]], self._held)
         pages = np.concatenate([grown, self._begun[lengths[running:]]])
         if int(pages.sum()) > self._limit:
@@ -94,9 +94,9 @@ class Outcome:
     """Results of a replay, over the iterations in which memory was the limit.
 
     Attributes:
-        iterations: all iterations of the trace.
-        limited: iterations limited by memory; 0 if all requests fit together, in which case all
-            iterations count.
+        iterations: number of iterations in the whole trace.
+        limited: number of iterations limited by memory; 0 if all requests fit together, in which
+            case all iterations count.
         mean_batch: mean number of running requests.
         max_batch: largest number of running requests.
         wasted_bytes: mean bytes of a running request that are mapped and hold no token.
@@ -114,7 +114,7 @@ class Outcome:
 
 
 class _Sums:
-    """Sums over iterations."""
+    """Sums of the measured quantities over iterations."""
 
     def __init__(self) -> None:
         self.iterations = self.requests = self.most = self.mapped = self.tokens = 0
@@ -131,12 +131,12 @@ def replay(requests: Sequence[Request], memory: Memory, token_bytes: int) -> Out
     """Runs all requests to completion; see the top of this file.
 
     Args:
-        requests: in order of admission.
-        memory: memory without requests.
-        token_bytes: bytes of one token's keys and values in all layers.
+        requests: the requests in order of admission.
+        memory: memory that holds no request yet.
+        token_bytes: size of a token's keys and values in all layers.
 
     Raises:
-        InvalidArgument: no requests, or a request too large for the memory.
+        InvalidArgument: there are no requests, or one is too large for the memory.
     """
     if not requests:
         raise invalid("a replay needs at least one request", op="vmem bench")

@@ -37,7 +37,7 @@ Parents = Sequence[Sequence[int]]
 
 
 class Load(NamedTuple):
-    """Lengths of a request: tokens of its prompt and of each answer."""
+    """The lengths of a request's prompt and of each of its answers, in tokens."""
 
     words: str
     prompt: int
@@ -59,7 +59,7 @@ class Family:
 
     Args:
         layout: layout of the cache, or of blocks treated as pages.
-        prompt: tokens of the prompt, which is already computed.
+        prompt: number of tokens in the prompt, which is already computed.
         count: number of requests, at least 1.
     """
 
@@ -80,7 +80,7 @@ class Family:
     def step(self, parents: Sequence[int]) -> None:
         """Gives each request its parent's rows and one more token.
 
-        A parent's first child takes the parent's place, without a fork.
+        A parent's first child takes over the parent's pages, without a fork.
         """
         seen: set[int] = set()
         after = []
@@ -94,12 +94,12 @@ class Family:
 
     @property
     def held(self) -> int:
-        """Number of pages that the requests hold; a shared page counts once."""
+        """The number of pages that the requests hold; a shared page counts once."""
         return len({page for pages in self._pages for page in pages})
 
     @property
     def alone(self) -> int:
-        """Number of pages that the requests would hold if none were shared."""
+        """The number of pages that the requests would hold if none were shared."""
         return len(self._pages) * self._layout.pages_for(self.length)
 
 
@@ -122,7 +122,7 @@ def _searched(path: Path | None, width: int, prompts: int, steps: int) -> list[P
     """Runs transformers' beam search; returns the parents of each prompt's beams.
 
     Raises:
-        ModelNotFound: there is no model.
+        ModelNotFound: the model is not found.
         ImportError: torch or transformers is not installed.
     """
     import torch
@@ -169,7 +169,7 @@ def _count(
 ) -> None:
     """Adds a row for each load, model and layout.
 
-    searched: the beams' parents; None for parallel sampling.
+    searched: the parents of each prompt's beams; None for parallel sampling.
     """
     for key, load in LOADS.items():
         families = [_sampling(width, load.output)] if searched is None else searched

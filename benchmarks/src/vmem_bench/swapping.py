@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench swap`: a preempted request is swapped in from host memory, or recomputed.
+"""`vmem bench swap`: swapping a preempted request to host memory and back, or recomputing it.
 
 Follows figure 19 of the PagedAttention paper (SOSP'23): with small blocks, swapping takes many
-small copies, while recomputation costs the same for every block size. For each length, these ways
-take turns:
+small copies, while recomputation costs the same for every block size. For each request length,
+these ways take turns:
 
 - ``pages``: `KVCache.swap_out` and `swap_in`.
-- ``blocks/N``: a pool of blocks of N tokens, each copied separately between the device and pinned
+- ``blocks/N``: a pool with blocks of N tokens, each copied separately between the device and pinned
   host memory, as in PagedAttention.
-- ``again``: a prefill of all tokens, into rows that are already mapped.
+- ``again``: a prefill of all tokens into rows that are already mapped.
 - ``prefix``: a recorded prefix is evicted to host memory (`KVCache.trim`), then loaded by the next
   request that starts with it (`KVCache.alloc_prefix`), which shares its pages.
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Blocks", "add_parser", "run"]
 
-_HOST = 16 << 30  # limit on host memory for prefixes, in bytes; allocated as needed
+_HOST = 16 << 30  # limit in bytes on the host memory for prefixes, which is allocated as needed
 _OVERREAD = 192  # rows read past a request's end: FlashAttention-3 reads whole tiles
 _METHOD = {
     "time": "host clock around the call and synchronize",
@@ -54,12 +54,14 @@ _METHOD = {
 
 
 class Blocks:
-    """A request's blocks, scattered over a pool of twice their size, and pinned host memory.
+    """A request's blocks, scattered over a pool with twice as many, and host memory for them.
+
+    The host memory is pinned.
 
     Args:
         sizes: sizes of the model.
-        block: rows of a block.
-        tokens: rows of the request.
+        block: rows per block.
+        tokens: number of rows in the request.
         device: device of the pool.
     """
 
@@ -98,7 +100,7 @@ class Blocks:
 
 
 class _Length:
-    """Measures each method for requests of one length."""
+    """Measures each way for requests of one length."""
 
     def __init__(self, command: Command, part: Part, model: Decoder, tokens: int) -> None:
         self.command, self.part, self.model, self.tokens = command, part, model, tokens
@@ -135,7 +137,7 @@ class _Length:
             self.book.close()
             cache.check_integrity()
             by.check_integrity()
-            turns.clear()  # the turns hold the caches' tensors
+            turns.clear()  # the turns hold tensors of the caches, which are closed next
 
     def _turn(
         self,
@@ -147,16 +149,16 @@ class _Length:
         rows: Callable[[], torch.Tensor],
         lose: Callable[[], Any],
     ) -> Callable[[], None]:
-        """Returns a turn that times swapping out and in, and checks that rows are restored.
+        """Returns a turn that times swapping out and in, and checks that the rows are restored.
 
         Args:
-            name: prefix of the result's rows, followed by "out" or "in".
-            words: describes where the request's rows are.
-            system: name of the measured method.
+            name: prefix of the result rows' ids, followed by "out" or "in".
+            words: a description of where the request's rows are.
+            system: name of the system, for the result's rows.
             out: moves the rows out; its result is passed to `back`.
             back: brings the rows back.
-            rows: returns some of the rows, to compare.
-            lose: called between `out` and `back`, untimed.
+            rows: returns some of the rows, which are compared.
+            lose: called between `out` and `back`, without being timed; may overwrite the rows.
         """
         there = self._samples(f"{name}/out", f"out of {words}", system)
         again = self._samples(f"{name}/in", f"back of {words}", system)
@@ -281,7 +283,7 @@ class _Length:
 
         def turn() -> None:
             self._timed(samples, work)
-            cache.k(0)[0, : self.tokens].copy_(kept[0])  # swapping is checked against these rows
+            cache.k(0)[0, : self.tokens].copy_(kept[0])  # the swapped rows are compared with these
 
         return turn
 
@@ -308,7 +310,7 @@ def _measure(command: Command, part: Part, device: torch.device) -> None:
 
 
 def _add_aims(command: Command, lengths: list[int], blocks: list[int]) -> None:
-    """Adds the ratios of swapping out and in to recomputation; above 1, recomputation is faster."""
+    """Adds the time to swap relative to recomputation; above 1, recomputation is faster."""
 
     def over(out: Any, back: Any, again: Any) -> float:
         return float(out["median"] + back["median"]) / float(again["median"])
@@ -353,6 +355,9 @@ def add_parser(which: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
+    """Runs the command.
+
+    Returns the exit status from `ended`, or 2 if the back end cannot be opened.
+    """
     command = open_command(args, "swap", _METHOD)
     return run_on_device(command, "swap", "swapped out and in, or recomputed", _measure)

@@ -83,7 +83,7 @@ def _table(paper: str, results: Results) -> list[str]:
 
 
 def page(results: Results) -> str:
-    """Returns the page's text."""
+    """Returns the text of the page of tables."""
     lines = [_HEAD]
     for paper in PAPERS:
         lines += ["", *_table(paper, results)]
@@ -156,7 +156,11 @@ def add_parser(which: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command. Returns 0, 1 if a page or picture is stale, 2 without results."""
+    """Runs the command.
+
+    Returns 0 on success, 1 if ``--check`` finds a stale page or picture, or 2 if there is no
+    results directory.
+    """
     if not args.results.is_dir():
         print(f"vmem bench: {args.results} is not a directory of results", file=sys.stderr)
         return 2

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
 """Estimates the patched driver's times from operation counts and the stock driver's times.
 
-The software GPU counts each driver's operations for the same work, but does not model time. On a
-real GPU only the stock driver was timed. The model combines both: a push (a call's commands for the
-GPU, with the wait for its barrier and invalidation) costs `push`, and a page table entry costs
-`entry`. Both values come from two measurements of the stock driver, and the model is checked
-against its other measurements.
+The software GPU counts each driver's operations for the same work, but does not model time, and
+only the stock driver was timed on a real GPU. The model combines the two. A push (one call's
+commands for the GPU, including the wait for its barrier and invalidation) costs `push`, and a page
+table entry costs `entry`. Both values come from two measurements of the stock driver, and the model
+is checked against other measurements of that driver.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CASES = {
 
 @dataclass(frozen=True)
 class Costs:
-    """Microseconds per push, including its call, and per 64 KB entry."""
+    """The cost in microseconds of a push, including its call, and of a 64 KB entry."""
 
     push: float
     entry: float
@@ -46,7 +46,7 @@ class Costs:
         return f"{self.push:.1f} µs per push, {self.entry:.2f} µs per entry"
 
     def time(self, pushes: int, entries: int) -> float:
-        """The model's time in microseconds."""
+        """Returns the time that the model estimates, in microseconds."""
         return pushes * self.push + entries * self.entry
 
 
@@ -66,7 +66,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Work:
-    """Work done by both drivers: operation counts, and the model's microseconds."""
+    """Each driver's operation counts for the same work, and the model's time in microseconds."""
 
     what: str
     stock: dict[str, Any]
@@ -76,7 +76,7 @@ class Work:
 
 
 def costs(results: Results, way: str) -> Costs:
-    """Derives the costs from the times of 64 pages, one by one and in one call.
+    """Derives the costs from the times for 64 pages, one by one and in a single call.
 
     way: "map" or "unmap".
     """
@@ -112,7 +112,11 @@ def checks(results: Results) -> list[Check]:
 
 
 def workloads(results: Results) -> list[Work]:
-    """Returns the counted work, with the model's times. NotMeasured: no counts were committed."""
+    """Returns the counted work with the model's times.
+
+    Raises:
+        NotMeasured: no counts were committed.
+    """
     path = results.folder / _COUNTS
     if not path.exists():
         raise NotMeasured(_COUNTS)
@@ -134,7 +138,7 @@ def _milliseconds(value: float) -> str:
 
 
 def section(results: Results) -> list[str]:
-    """Returns the page's section; empty if there are no counts or no times."""
+    """Returns the lines of the page's section, or none if counts or times are missing."""
     try:
         inputs = {way: costs(results, way) for way in ("map", "unmap")}
         tested, counted = checks(results), workloads(results)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Our number for each table and figure of the papers, as text.
 
-Computed from committed results, or by arithmetic over a model's shape.
+The numbers are computed from committed results, or by arithmetic over a model's shape.
 """
 
 from __future__ import annotations
@@ -64,20 +64,20 @@ def block_tokens(model: str, ranks: int, page: int) -> int:
 
 
 def waste(model: str, page: int) -> float:
-    """Returns the most MB that a request can waste: a page in each tensor on a single rank."""
+    """Returns how many MB a request can waste at most, which is a page per tensor on one rank."""
     return 2 * SHAPES[model].num_layers * page / 2**20
 
 
 def slot_tokens(memory: float, layers: int, hidden: int) -> float:
-    """Returns how many tokens' float16 keys and values, without grouped heads, fit in `memory`.
+    """Returns how many tokens of a float16 cache fit in `memory` bytes, without grouped heads.
 
-    memory: bytes.
+    hidden: the hidden size, which is also the size of a token's keys (or values) in one layer.
     """
     return memory / (2 * layers * hidden * 2)
 
 
 def kv_bytes(_: Results) -> str:
-    """Bytes of keys and values per token, by model."""
+    """The size of a token's keys and values in each model."""
     return " / ".join(f"{SHAPES[name].token_bytes >> 10}" for name in MODELS) + " KB"
 
 
@@ -88,21 +88,21 @@ def blocks(_: Results) -> str:
 
 
 def waste_by_page(_: Results) -> str:
-    """The most that a request wastes, by page size."""
+    """The largest amount of memory that a request can waste, by page size."""
     llama = " / ".join(f"{waste('Llama-3-8B', size(page)):g}" for page in _PAGES)
     yi = " / ".join(f"{2 * waste('Yi-34B', size(page)):g}" for page in _PAGES)
     return f"Llama-3-8B {llama} MB; Yi-34B on 2 GPUs {yi} MB"
 
 
 def addresses(_: Results) -> str:
-    """Virtual memory that Yi-34B's cache reserves on each of two GPUs."""
+    """The virtual memory that Yi-34B's cache reserves on each of two GPUs."""
     shape = SHAPES["Yi-34B"].on_ranks(2)
     buffer = 500 * 200_000 * shape.num_kv_heads * shape.head_dim * 2
     return f"{2 * shape.num_layers * buffer / 1e12:.1f} TB per GPU"
 
 
 def opt(_: Results) -> str:
-    """Bytes per token and tokens in 12 GB, for OPT-13B."""
+    """The size of a token in OPT-13B's cache, and the number of tokens that fit in 12 GB."""
     each = 2 * 40 * 5120 * 2 / 1024
     return (
         f"{each:.0f} KB per token, {slot_tokens(12 * 2**30, 40, 5120) / 1e3:.1f}K tokens in 12 GB"
@@ -113,7 +113,7 @@ def opt(_: Results) -> str:
 
 
 def over_blocks(file: str, kernel: str, *cases: str) -> Callable[[Results], str]:
-    """Times with blocks of 16 and with the best block size, relative to our contiguous pages."""
+    """The time with blocks of 16 and with the best block size, relative to our contiguous pages."""
 
     def text(results: Results) -> str:
         parts = []
@@ -126,7 +126,7 @@ def over_blocks(file: str, kernel: str, *cases: str) -> Callable[[Results], str]
 
 
 def block_sizes(results: Results) -> str:
-    """Decode time by block size, relative to the best block size."""
+    """The decode time by block size, relative to the best block size."""
     prefix = "fa3/decode_b16_16k/paged"
     times = {
         block: results["kernels-h200"].median([f"{prefix}{block}/malloc{i}" for i in (0, 1)])
@@ -141,7 +141,10 @@ DECODING = {case.name: case for case in CASES if case.name in _BATCHES}
 
 
 def reading(results: Results, case: str, form: str) -> float:
-    """Returns the GB/s at which `form` reads the keys and values of a case of `DECODING`."""
+    """Returns the rate in GB/s at which a form of the kernel reads keys and values in a case.
+
+    case: a key of `DECODING`.
+    """
     names = [f"fa3/{case}/{form}/malloc{i}" for i in (0, 1)]
     if form == "contiguous":
         names = [f"fa3/{case}/{form}/random{i}" for i in (0, 1)]
@@ -149,7 +152,7 @@ def reading(results: Results, case: str, form: str) -> float:
 
 
 def roofline(results: Results) -> str:
-    """Memory bandwidth that decoding reaches, contiguous and in blocks of 16."""
+    """The memory bandwidth that decoding reaches with contiguous pages and with blocks of 16."""
     parts = []
     for case, one in DECODING.items():
         mine, paged = (reading(results, case, form) / 1e3 for form in ("contiguous", "paged16"))
@@ -159,7 +162,7 @@ def roofline(results: Results) -> str:
 
 
 def fa3_over_fa2(results: Results) -> str:
-    """FlashAttention-2's time divided by FlashAttention-3's, for prefill and decode."""
+    """The time of FlashAttention-2 divided by that of FlashAttention-3, for prefill and decode."""
 
     def over(case: str) -> float:
         two, three = (results["h100"].value(f"attention/{k}/{case}/random0") for k in _VERSIONS)
@@ -173,14 +176,14 @@ _VERSIONS = ("sdpa", "fa3")  # torch's flash kernel is FlashAttention-2
 
 
 def page_size(results: Results) -> str:
-    """Attention time with 64 KB pages, relative to cudaMalloc memory."""
+    """The attention time with 64 KB pages, relative to cudaMalloc memory."""
     names = ("decode_b64_8k", "decode_b32_32k", "prefill_32k")
     found = [results["h100"].aim(f"fa3_{name}_random") for name in names]
     return f"time with 64 KB pages relative to cudaMalloc {min(found):.3f}x to {max(found):.3f}x"
 
 
 def by_slots(results: Results) -> str:
-    """Time of FlashInfer's best paged form, relative to its calls over slots."""
+    """The time of FlashInfer's best paged form, relative to its calls over slots."""
     one = results["kernels-flashinfer-long-h100"]
     parts: list[str] = []
     for tokens in ("128k", "192k"):
@@ -196,7 +199,7 @@ def by_slots(results: Results) -> str:
 
 
 def calls(results: Results) -> str:
-    """Latency of the memory calls: ours by page size, CUDA's at 2 MB."""
+    """The latency of our memory calls by page size, and that of CUDA's calls at 2 MB."""
     one = results["h100"]
     maps = " / ".join(f"{one.value(f'calls/map_access/stock/{page}'):.0f}" for page in _PAGES)
     names = ("create", "map", "set_access", "unmap", "release")
@@ -205,7 +208,7 @@ def calls(results: Results) -> str:
 
 
 def bandwidth(results: Results) -> str:
-    """Allocation bandwidth by page size, page by page and in runs."""
+    """The allocation bandwidth by page size, page by page and in runs."""
     one = results["h100"]
     single, batch = (
         " / ".join(
@@ -217,7 +220,7 @@ def bandwidth(results: Results) -> str:
 
 
 def rate(results: Results) -> str:
-    """Memory that decoding allocates per second."""
+    """The amount of memory that decoding allocates per second."""
     one = results["overlap-h200"]
     seconds = one.value("iterations/time/async", "mean") * one.value("iterations/time/async", "n")
     pages = one.value("iterations/grown_pages/async") + one.value("iterations/reused_pages/async")
@@ -230,7 +233,7 @@ def rate(results: Results) -> str:
 
 
 def overlap(results: Results, file: str = "overlap-h200") -> str:
-    """Ratios of iterations' p99: memory mapped in the background and on the critical path."""
+    """How mapping in the background and on the critical path change an iteration's p99."""
     one = results[file]
     counts = [f"{one.value(f'iterations/spikes/{mode}'):.0f}" for mode in ("async", "sync")]
     return (
@@ -240,14 +243,14 @@ def overlap(results: Results, file: str = "overlap-h200") -> str:
 
 
 def deferred(results: Results, file: str = "deferred-h200") -> str:
-    """Ratios of prefill time: with reused pages and with pages mapped first."""
+    """How much longer a prefill takes with reused pages and with pages that are mapped first."""
     one = results[file]
     reuse, runs, pages = (one.aim(f"prefill_{mode}") for mode in ("reuse", "sync", "pages"))
     return f"reused {reuse:.3f}x; mapped first in runs {runs:.2f}x, in single pages {pages:.2f}x"
 
 
 def largest(results: Results, file: str = "capacity", models: Sequence[str] = MODELS) -> str:
-    """Mean batch with pages of 64 KB and 2 MB, by model."""
+    """The mean batch size with 64 KB pages and with 2 MB pages, by model."""
     parts = []
     for model in models:
         rows = [f"azure_2023_conv/{model}/g1/{page}" for page in ("64K", "2M")]
@@ -257,7 +260,7 @@ def largest(results: Results, file: str = "capacity", models: Sequence[str] = MO
 
 
 def used(results: Results) -> str:
-    """Share of held memory that rows use, by page size."""
+    """The share of the mapped memory that rows use, by page size."""
     parts = []
     for name, words in (
         ("g1/64K", "64 KB pages"),
@@ -271,7 +274,7 @@ def used(results: Results) -> str:
 
 
 def long_batches(results: Results) -> str:
-    """Mean batch on the arXiv trace, by model and page size."""
+    """The mean batch size on the arXiv trace, by model and page size."""
     parts = []
     for model in ("Yi-6B", "Llama-3-8B", "Yi-34B"):
         batches = [
@@ -283,7 +286,7 @@ def long_batches(results: Results) -> str:
 
 
 def prefix(results: Results) -> str:
-    """Time to map a recorded prefix."""
+    """The time to map a recorded prefix."""
     one = results["prefix-map-h200"]
     runs, large, pages = (one.aim(f"prefix_{how}") for how in ("runs", "runs_2m", "fragmented"))
     return (
@@ -293,7 +296,7 @@ def prefix(results: Results) -> str:
 
 
 def hits(results: Results) -> str:
-    """Share of prompt tokens found in the prefix cache."""
+    """The share of prompt tokens that the prefix cache finds."""
     one = results["prefixes"]
     bound, found = one.value("hits/bound"), one.value("hits/tree/g1/64K/200G")
     return f"{found:.1f} % of prompt tokens found with 200 GB, {bound:.1f} % without a limit"
@@ -303,7 +306,7 @@ def hits(results: Results) -> str:
 
 
 def served(file: str, part: str, figure: str, words: str, *others: str) -> Callable[[Results], str]:
-    """The contiguous arm's figure, relative to each other arm's and to a second run of its own."""
+    """The first arm's figure, relative to that of the other arms and of its own second run."""
 
     def text(results: Results) -> str:
         one = results[file]
@@ -323,7 +326,7 @@ def served(file: str, part: str, figure: str, words: str, *others: str) -> Calla
 
 
 def static(results: Results) -> str:
-    """Batch, throughput and memory use compared with static slots."""
+    """The batch size, throughput and memory use, compared with those of static slots."""
     one, part = results["serve-azure-h200"], "offline"
     first = one.data["options"]["arms"][0]
     batches = [one.value(f"{part}/batch/{name}") for name in (first, "static")]
@@ -337,14 +340,14 @@ def static(results: Results) -> str:
 
 
 def freed(results: Results, file: str = "serve-azure-online-h200") -> str:
-    """Mean share of the pool that stays unmapped."""
+    """The mean share of the pool that stays unmapped."""
     one, part = results[file], "azure"
     mapped, pool = (one.value(f"{part}/mapped/{name}") for name in ("contiguous", "paged16"))
     return f"{100 * (1 - mapped / pool):.0f} % of the pool is not mapped, on average"
 
 
 def shared(results: Results) -> str:
-    """Prefix tokens found, and throughput relative to blocks of 16."""
+    """The number of prefix tokens found, and the throughput relative to blocks of 16."""
     one, part = results["serve-prefixes-h200"], "prefixes"
     found = [f"{one.value(f'{part}/shared/{name}'):,.0f}" for name in ("contiguous", "paged16")]
     speed = one.value(f"{part}/tokens/contiguous") / one.value(f"{part}/tokens/paged16")
@@ -360,7 +363,7 @@ _BATCH_FIGURES = {
 
 
 def small_pages(results: Results, file: str = "serve-azure-h200", part: str = "offline") -> str:
-    """Batch and throughput with 64 KB pages, relative to 2 MB pages."""
+    """The batch size and throughput with 64 KB pages, relative to 2 MB pages."""
     one = results[file]
     first = one.data["options"]["arms"][0]
     parts = []
@@ -378,7 +381,7 @@ def small_pages(results: Results, file: str = "serve-azure-h200", part: str = "o
 
 
 def forks(results: Results) -> str:
-    """Memory saved by sharing: ranges over widths 2, 4 and 6, as in the paper."""
+    """The memory that sharing saves, as ranges over widths 2, 4 and 6 like in the paper."""
     one, parts = results["sharing"], []
     for load, name in (("alpaca", "Alpaca"), ("sharegpt", "ShareGPT")):
         for system, words in (
@@ -395,7 +398,7 @@ def forks(results: Results) -> str:
 
 
 def swapping(results: Results) -> str:
-    """Time to swap out and back in, relative to recomputation, by length."""
+    """The time to swap a request out and back in, relative to recomputation, by length."""
     one, parts = results["swap-h200"], []
     for tokens in (512, 2048, 8192):
         pages = one.aim(f"{tokens}_pages")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The papers' figures, redrawn from our committed results. Needs matplotlib.
+"""The papers' figures, redrawn with matplotlib from our committed results.
 
 Every file contains a digest of the data that it shows, so that a changed result is detected without
 comparing drawings, which differ between versions of matplotlib.
@@ -30,7 +30,7 @@ class Picture:
 
     Attributes:
         name: name of the file, without its extension.
-        title: what it shows, and which figure it follows.
+        title: what the picture shows and which figure of a paper it follows.
         kind: "bars" or "lines".
         label: label of the vertical axis.
         along: label of the horizontal axis.
@@ -47,7 +47,7 @@ class Picture:
 
 
 def _paged(results: Results, cases: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Data for bars: time with each block size, divided by the time with contiguous 64 KB pages."""
+    """Returns bars: the time with each block size, relative to contiguous 64 KB pages."""
     groups: list[str] = []
     series: dict[str, list[float]] = {name: [] for name in ("contiguous", "16", "128", "256")}
     for file, kernel, words in (
@@ -213,7 +213,7 @@ def _hits(results: Results) -> dict[str, Any]:
 
 
 def _served(file: str, part: str, figures: dict[str, str]) -> Callable[[Results], dict[str, Any]]:
-    """Data for bars: the figures of a serving run's arms, divided by the contiguous arm's."""
+    """Returns a function for bars: the figures of each serving arm, relative to ``contiguous``."""
 
     def data(results: Results) -> dict[str, Any]:
         one = results[file]

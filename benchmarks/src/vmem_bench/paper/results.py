@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Committed results, by file and row."""
+"""Access to the committed results by file and row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["NotMeasured", "Result", "Results"]
 
 
 class NotMeasured(LookupError):
-    """Raised when a result file or row that a value needs does not exist."""
+    """A result file, row or aim that a value needs does not exist."""
 
 
 class Result:
@@ -25,7 +25,11 @@ class Result:
 
     @cached_property
     def data(self) -> dict[str, Any]:
-        """The file's JSON document. NotMeasured: there is no such file."""
+        """The file's JSON document.
+
+        Raises:
+            NotMeasured: there is no such file.
+        """
         try:
             found: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -37,25 +41,33 @@ class Result:
         return {row["id"]: row for part in self.data["parts"].values() for row in part["rows"]}
 
     def row(self, name: str) -> dict[str, Any]:
-        """The row with id `name`. NotMeasured: there is no such row."""
+        """Returns the row with id `name`.
+
+        Raises:
+            NotMeasured: there is no such file or row.
+        """
         try:
             return self._rows[name]
         except KeyError:
             raise NotMeasured(f"{self.path.name}: {name}") from None
 
     def value(self, name: str, field: str = "") -> float:
-        """A number of a row: `field`, or by default its value or median."""
+        """Returns a row's `field`; by default its value, or its median if it has no value."""
         row = self.row(name)
         if field:
             return float(row[field])
         return float(row["value"] if "value" in row else row["median"])
 
     def median(self, names: Sequence[str]) -> float:
-        """The median over rows that repeat one measurement on several buffers."""
+        """Returns the median over rows that repeat one measurement on several buffers."""
         return statistics.median(self.value(name) for name in names)
 
     def aim(self, name: str) -> float:
-        """An aim's value. NotMeasured: there is no such aim, or it has no value."""
+        """Returns the value of an aim.
+
+        Raises:
+            NotMeasured: there is no such aim, or it has no value.
+        """
         for aim in self.data["aims"]:
             if aim["id"] == name and aim["value"] is not None:
                 return float(aim["value"])
@@ -63,7 +75,7 @@ class Result:
 
     @property
     def hardware(self) -> str:
-        """The GPU in a few words; "arithmetic" for a result that needs none."""
+        """The GPU's short name, or "arithmetic" if no GPU was used."""
         gpu = self.data["machine"]["gpu"]
         if not gpu:
             return "arithmetic"

@@ -2,8 +2,8 @@
 """A row for each table and figure of the papers: the paper's number, ours, and why they differ.
 
 The papers' numbers come from their abstracts and from public texts that quote them (`SOURCES`);
-numbers that only a curve shows are left out. Ours are computed in our_numbers.py, or marked as not
-measured.
+numbers that only a curve shows are left out. Our numbers are computed in our_numbers.py or marked
+as not measured.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Row:
 
     Attributes:
         paper: one of `PAPERS`.
-        number: number of the table or figure in the paper, in v3 if versions differ.
+        number: number of the table or figure in the paper (in v3 if the versions differ).
         what: what the table or figure shows.
         theirs: the paper's number, with its hardware.
         source: a key of `SOURCES`.
         file: the results file, without its extension; "" if none is read.
-        ours: returns the text of our number. NotMeasured: the result is missing.
+        ours: returns the text of our number; raises NotMeasured if the result is missing.
         command: the command that measures our number.
-        why: why the two differ, in a sentence.
+        why: why the two numbers differ, in a sentence.
         cannot: why none of our machines can measure our number; "" if one of them can.
     """
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """`vmem bench serve`: requests served by arms that differ only in the cache.
 
-All arms share one process, model, kernel library and loop; each has a store of keys and values
-(`vmem_bench.serving.stores`) with the same amount of memory. The arms take turns, in an order that
-rotates every round. The first arm is the reference for the others. It may run a second time under
-the name `again`, which shows the spread between identical arms.
+All arms share one process, model, kernel library and loop. Each has its own store of keys and
+values (`vmem_bench.serving.stores`), with the same amount of memory. The arms take turns, in an
+order that rotates every round. The first arm is the reference for the others. It may run a second
+time as the arm `again`, which shows the spread between identical arms.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ __all__ = ["ARMS", "WORKLOADS", "Arm", "add_parser", "run"]
 _BOUND = 0.05  # relative to the largest logit: bfloat16 has 8 bits, and layers add their errors
 _TILE = 191  # rows that FlashAttention-3's contiguous call may read past a request's end
 _BLOCK = 32  # a slot's rows per block for the paged call, which does not read past a request's end
-_CONTENT = 512  # tokens that a content id stands for
-_CHAT = (1800, 744)  # mean tokens of OpenChat's prompts and answers
-_TALKS = 4  # interleaved synthetic conversations
-_FEW = 16  # slots for the comparison of logits
-_SPARE = 8 << 30  # bytes for activations, graphs and libraries
+_CONTENT = 512  # tokens per content id
+_CHAT = (1800, 744)  # mean number of tokens of OpenChat's prompts and answers
+_TALKS = 4  # number of synthetic conversations that are interleaved
+_FEW = 16  # maximum number of slots for the comparison of logits
+_SPARE = 8 << 30  # bytes left free for activations, graphs and libraries
 _METHOD = {
     "time": "host clock; a token is ready when the wait for its step returns",
     "turns": "the arms take turns, in rotating order; values are medians of the rounds",
@@ -67,12 +67,12 @@ class Arm:
     Attributes:
         what: description of the arm.
         kind: "slots", "paged", "static", or "vllm", which is an engine with its own loop.
-        prefill, decode: the attention kernel's call, "contiguous" or "paged".
-        page: bytes of a page, for slots; 0: the command's.
-        group: layers in a tensor, for slots; 0: the command's.
-        block: rows of a block, for blocks.
-        backend: for slots; "": the command's.
-        library: library of attention; see `Kernels`.
+        prefill, decode: how the attention kernel is called, "contiguous" or "paged".
+        page: page size of slots in bytes; 0 for the command's.
+        group: layers per tensor of slots; 0 for the command's.
+        block: rows per block of the paged call; 0 if it is not used.
+        backend: back end of slots; "" for the command's.
+        library: the attention library; see `Kernels`.
     """
 
     what: str
@@ -147,7 +147,7 @@ class _Runner:
         self.gpu = device.type == "cuda"
 
     def arm(self, name: str) -> Arm:
-        """Returns the arm called `name`; `again` is the first arm."""
+        """Returns the arm called `name`; for `again`, the first arm."""
         return ARMS[self.command.args.arms[0] if name == AGAIN else name]
 
     def words(self, name: str) -> str:
@@ -155,7 +155,7 @@ class _Runner:
         return self.arm(name).what + (", again" if name == AGAIN else "")
 
     def _tiles(self, arm: Arm) -> bool:
-        """True if the arm's contiguous call reads whole tiles, past a request's end."""
+        """Returns whether the arm's contiguous call reads whole tiles, past a request's end."""
         return self.gpu and arm.library == "fa3"
 
     def _store(self, arm: Arm, slots: int, limit: int, budget: int) -> Store:
@@ -170,18 +170,18 @@ class _Runner:
         on_host = self.command.backend == "host"
         page = arm.page or args.page or self.command.page
         if on_host and arm.page:
-            page = 16 * self.command.page  # about as many rows as a tiny model's request has
+            page = 16 * self.command.page  # holds about as many rows as a tiny model's request
         config = sizes.config(
             max_batch=slots,
             max_seq_len=self.longest,
             page_size=page,
             group_size=gcd(arm.group or args.group, sizes.layers),
             memory_limit=limit,
-            zero_fill=False,  # like the other arms, which do not zero memory between requests
+            zero_fill=False,  # the other arms do not zero memory between requests either
             overread_rows=_TILE if self._tiles(arm) else 0,
             overread_decode=self._tiles(arm) and arm.decode == "contiguous",
         )
-        # Keep a free slot mapped for the first chunk of a prompt.
+        # Keep enough of a free slot mapped for the first chunk of a prompt.
         first = Layout(config, page).pages_for_step(0, min(budget, self.longest))
         config = replace(config, eager_pages=first)
         backend = self.command.backend if on_host or not arm.backend else arm.backend
@@ -200,7 +200,7 @@ class _Runner:
         limit_s: float = float("inf"),
         observer: Any = None,
     ) -> Outcome:
-        """Serves the arrivals with a new store, by default with the command's slots and memory."""
+        """Serves the arrivals with a new store; 0 slots or bytes stand for the command's."""
         from vmem_bench.serving.loop import serve
         from vmem_bench.serving.ranks import Run
 
@@ -263,7 +263,7 @@ class _Runner:
         return LeadingForward(self.model, Told(store, self.group), *rest)
 
     def sweep(self) -> None:
-        """Closes the stores. `serve` does not call it: an error's frames would hold the tensors."""
+        """Closes the stores, after a run: in `serve`, an error's frames would hold the tensors."""
         import torch
 
         gc.collect()
@@ -275,7 +275,7 @@ class _Runner:
             torch.cuda.empty_cache()
 
     def logits(self, name: str, requests: Sequence[Request]) -> dict[tuple[int, int], Any]:
-        """Serves `requests`; returns each step's logits by request and number of rows."""
+        """Serves `requests` and returns the logits by request and its number of rows."""
         found: dict[tuple[int, int], Any] = {}
 
         def keep(lives: Any, logits: Any) -> None:
@@ -283,14 +283,14 @@ class _Runner:
                 found[live.number, live.rows] = row
 
         arrivals = [Arrival(0.0, request) for request in requests]
-        room = 2 * self.longest * self.model.sizes.token_bytes  # two slots of `static`
+        room = 2 * self.longest * self.model.sizes.token_bytes  # enough for two slots of `static`
         few = {"slots": min(self.command.args.slots, _FEW), "limit": min(self.limit, room)}
         self.serve(name, arrivals, budget=self.command.args.check_budget, observer=keep, **few)
         return found
 
 
 def _tokens(sizes: Sizes, number: int, arrival: Arrival) -> Ints:
-    """Returns a request's tokens, the same in every arm; equal content ids give equal tokens."""
+    """Returns a request's tokens, which are the same in every arm and for equal content ids."""
     import numpy as np
 
     def drawn(seed: tuple[int, ...], count: int) -> Ints:
@@ -338,7 +338,7 @@ def _check(runner: _Runner, part: Part, names: Sequence[str]) -> list[str]:
 
 
 def _attempt(runner: _Runner, part: Part, name: str, work: Callable[[], Any]) -> Any:
-    """Returns the result of `work`, or None if the arm cannot run; other arms continue."""
+    """Returns the result of `work`, or None if the arm failed, so that other arms can go on."""
     why = ""
     try:
         return work()
@@ -352,7 +352,7 @@ def _attempt(runner: _Runner, part: Part, name: str, work: Callable[[], Any]) ->
 
 
 def _workload(args: argparse.Namespace, longest: int, shrink: int) -> list[Arrival]:
-    """Returns the requests that fit in a slot, with arrival times; `shrink` divides lengths."""
+    """Returns the requests that fit in a slot, with arrival times; `shrink` divides the lengths."""
     if args.workload == "chat":
         made = generate(args.requests, args.seed)
         prompts, answers = (
@@ -382,7 +382,7 @@ def _workload(args: argparse.Namespace, longest: int, shrink: int) -> list[Arriv
 
 
 def _conversations(args: argparse.Namespace) -> list[Arrival]:
-    """Returns synthetic conversations: `_TALKS` interleaved, each of 4 prompts.
+    """Returns synthetic conversations of 4 prompts each, `_TALKS` of them interleaved.
 
     Each prompt is 128 tokens longer than the conversation's previous prompt.
     """
@@ -441,7 +441,7 @@ def _measure(command: Command, part: Part, device: torch.device) -> None:
 
 
 def _compare(command: Command, part: Part, runner: _Runner, arrivals: Sequence[Arrival]) -> None:
-    """Compares the arms' logits, then runs the arms in turn."""
+    """Compares the arms' logits, then runs the arms in turn and adds their rows."""
     args = command.args
     names: list[str] = args.arms
     wrong: list[str] = []
@@ -562,7 +562,11 @@ def add_parser(which: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command. Returns 0, 1 on failure, 2 for bad usage or a missing back end."""
+    """Runs the command.
+
+    Returns 0 on success, 1 on failure, 2 for bad usage or an unusable back end, or 3 if nothing was
+    measured.
+    """
     if args.merge is not None:
         return put_together(join, args)
     if args.workload == "chat" and args.trace is not None:

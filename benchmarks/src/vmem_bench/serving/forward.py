@@ -3,7 +3,7 @@
 
 A step copies its numbers to the device once, then runs the model. Requests with few new tokens come
 first and share a call of the decoding kernel; prompts share a call of the prefill kernel. A step
-that only decodes is replayed as a CUDA graph of the next larger size; the graph is padded with the
+that only decodes is replayed as a CUDA graph of the next larger size. The step is padded with its
 last request, whose row is then written several times with the same values.
 """
 
@@ -30,10 +30,10 @@ _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 
 
 
 class Kernels(NamedTuple):
-    """The attention kernel's call for each phase.
+    """How attention kernels are called in each phase.
 
     Attributes:
-        prefill, decode: "contiguous" or "paged".
+        prefill, decode: the form of the call, "contiguous" or "paged".
         reads: which rows the contiguous call reads.
         library: "fa3", "fa2", or "flashinfer" (FlashInfer for prompts, FlashAttention-3 to decode).
     """
@@ -58,7 +58,7 @@ class Work(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """A step that was launched: its logits, and how to wait for it."""
+    """A launched step: its logits, and a function that waits for it."""
 
     logits: torch.Tensor
     wait: Callable[[], None]
@@ -81,7 +81,7 @@ class _Part:
 
 @dataclass
 class _Batch:
-    """A step on the device."""
+    """A step's numbers on the device, split into parts that each need one kernel call."""
 
     positions: torch.Tensor
     starts: torch.Tensor
@@ -91,9 +91,9 @@ class _Batch:
 
 
 class _Numbers:
-    """A step's numbers: a buffer on the device, and two pinned host buffers, used alternately.
+    """A step's numbers, in one device buffer and in two pinned host buffers used alternately.
 
-    There are two because a step is prepared while the previous one runs.
+    Two host buffers are needed because a step is prepared while the previous one runs.
     """
 
     _TOKENS = ("ids", "positions", "rows", "places")
@@ -116,7 +116,7 @@ class _Numbers:
         return out
 
     def send(self, **values: Any) -> None:
-        """Copies the numbers to the device, in stream order."""
+        """Copies the numbers to the device, in the order of the stream."""
         self._turn ^= 1
         host = self._host[self._turn]
         fields = self._cut(host.numpy())
@@ -125,7 +125,7 @@ class _Numbers:
         self._device.copy_(host, non_blocking=True)
 
     def there(self) -> dict[str, torch.Tensor]:
-        """The fields on the device."""
+        """Returns the fields of the device buffer by name."""
         return self._cut(self._device)
 
 
@@ -134,10 +134,10 @@ class Forward:
 
     Args:
         model: the decoder.
-        store: holds the rows.
-        kernels: calls for each phase; the CPU uses SDPA on the same rows.
+        store: the store that holds the rows.
+        kernels: the attention calls for each phase; the CPU uses SDPA on the same rows.
         budget: maximum new tokens per step; at least the store's number of slots.
-        graphs: decode with CUDA graphs.
+        graphs: whether to decode with CUDA graphs.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Forward:
     # ---- attention -------------------------------------------------------------------------------
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, batch: _Batch) -> None:
-        """Stores the new tokens' rows."""
+        """Stores the rows of the new tokens."""
         fused.write_rows(key, value, *self.store.layers[layer], batch.rows, batch.places)
 
     def __call__(self, q: torch.Tensor, layer: int, batch: _Batch) -> torch.Tensor:
@@ -201,7 +201,10 @@ class Forward:
 
     @torch.inference_mode()
     def launch(self, works: list[Work]) -> Launched:
-        """Launches a step. Its rows must have memory; requests with few new tokens come first."""
+        """Launches a step, whose rows must have memory.
+
+        Requests with few new tokens must come first in `works`.
+        """
         self.store.upload()
         if self._graphs is not None and all(len(work.ids) == 1 for work in works):
             logits = self._replay(works, self._graphs)
@@ -217,7 +220,7 @@ class Forward:
         return Launched(logits, event.synchronize)
 
     def _send(self, numbers: _Numbers, works: Sequence[Work], few: int) -> None:
-        """Fills and sends a step's numbers; the first `few` requests form the first part."""
+        """Computes and sends a step's numbers; the first `few` requests form the first part."""
         counts = np.array([len(work.ids) for work in works], dtype=np.int32)
         slots = np.array([work.slot for work in works], dtype=np.int32)
         used = np.array([work.end for work in works], dtype=np.int32)
@@ -251,9 +254,10 @@ class Forward:
         prompts: bool = False,
         max_kv: int = 0,
     ) -> _Part:
-        """Creates the part for `works`, whose first index in the step is `first`.
+        """Creates the part of a step with the requests `works`.
 
-        `max_kv`: upper bound of their rows; 0 for the longest request's.
+        first: index in the step of the first of these requests.
+        max_kv: upper bound on the rows of a request; 0 for the longest request's rows.
         """
         end = first + len(works)
         index = there["index"][first:end]
@@ -276,7 +280,10 @@ class Forward:
         )
 
     def _width(self, works: Sequence[Work]) -> int:
-        """Returns a block table's width: all blocks, or a power of two so that few widths occur."""
+        """Returns the width of the block table that these requests need.
+
+        It is a power of two, so that few widths occur, or all blocks.
+        """
         table = self.store.table
         if table is None:
             return 0
@@ -284,7 +291,7 @@ class Forward:
         return min(1 << (needed - 1).bit_length(), table.width)
 
     def _prefills(self, work: Work) -> bool:
-        """True if a request can use the prefill kernel, which may read past the request's end."""
+        """Returns whether a request can use the prefill kernel, which may read past its end."""
         if len(work.ids) <= PREFILL_TOKENS:
             return False
         if self.kernels.prefill == "paged" or self.store.table is None:
@@ -336,15 +343,15 @@ class Forward:
         def forward() -> torch.Tensor:
             width = self.store.table.width if self.store.table is not None else 0
             paged = self.kernels.decode == "paged"
-            longest = self.store.longest  # a graph must serve all lengths
+            longest = self.store.longest  # a graph must be valid for every length
             part = self._part(there, padded, 0, slice(0, size), paged, width, max_kv=longest)
             return self._model(there, size, size, [part])
 
         if size not in graphs:
-            logits = forward()  # runs this step, and loads the kernels before the capture
+            logits = forward()  # this run is the step itself and loads the kernels for the capture
             graph: Any = torch.cuda.CUDAGraph()
             torch.cuda.synchronize(self._device)
-            # Other threads may call the driver during the capture: a cache's worker maps pages.
+            # Other threads may call the driver during the capture, as a cache's worker maps pages.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 kept = forward()
             self._pool = graph.pool()
@@ -378,12 +385,12 @@ class Forward:
         self.store.settle()
 
     def close(self) -> None:
-        """Drops the graphs, which hold the store's tensors."""
+        """Drops the CUDA graphs, which hold the store's tensors."""
         self._graphs = None
 
 
 def _call(library: str) -> Any:
-    """Returns a function that runs a kernel on a part, contiguous or with a block table."""
+    """Returns a function that runs a kernel of `library` on a part of a step."""
     if library != "fa2":
         return flash.fa3_call()
 

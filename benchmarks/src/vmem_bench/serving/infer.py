@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""FlashInfer for a step's prompts: a call per slot, or one over blocks, planned once per step.
+"""FlashInfer for a step's prompts: a call per slot, or one over blocks that is planned per step.
 
-FlashAttention-3 does the decoding: FlashInfer plans on the host, which a CUDA graph cannot replay.
-FlashInfer's kernels are compiled when they are first called (`pyvmem.attention.infer`).
+FlashAttention-3 does the decoding, because FlashInfer plans on the host, which a CUDA graph cannot
+replay. FlashInfer's kernels are compiled when they are first called (`pyvmem.attention.infer`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Prompts:
 
     Args:
         sizes: sizes of the model.
-        block: rows of a block; 0: prompts are in contiguous slots.
+        block: rows per block, or 0 if prompts are in contiguous slots.
         device: a GPU.
 
     Raises:
@@ -48,7 +48,10 @@ class Prompts:
             )
 
     def plan(self, works: Sequence[Work], table: torch.Tensor | None) -> None:
-        """Plans all layers of a step. `table`: the blocks of `works`, int32 ``[works, width]``."""
+        """Plans the calls of a step, once for all layers.
+
+        `table`: the blocks of `works`, int32 ``[works, width]``.
+        """
         self._works = works
         if self._batch is None:
             return
@@ -87,7 +90,7 @@ class Prompts:
             new = slice(at, at + len(work.ids))
             rows = slice(
                 work.end
-            )  # end the view at the request's length, so that no tile past it is read
+            )  # the view ends at the request's length, so that no tile past it is read
             keys, values = k[work.slot, rows], v[work.slot, rows]
             scale = self._sizes.head_dim**-0.5
             out[new] = self._single(

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""Continuous batching with chunked prefill, timed, for requests with given lengths and arrivals.
+"""A timed loop of continuous batching with chunked prefill, for given lengths and arrivals.
 
 A step is planned and launched while the previous one runs. It contains every request that decodes,
-then prompts in chunks up to its token budget, in the order in which they joined. A request joins
-when its prompt fits in memory together with the prompts still being computed, and these prompts
-have fewer tokens left than two steps' budget. If the store maps the request's memory in the
-background, the request takes part in a step only once its memory is mapped, or if the step would
-otherwise be empty. When memory is short, the request that joined last is preempted: it loses its
-rows and recomputes them.
+then chunks of prompts up to its token budget, in the order in which the requests joined. A request
+joins when its prompt fits in memory together with the prompts still being computed, and these
+prompts have fewer tokens left than the budget of two steps. If the store maps the request's memory
+in the background, the request takes part in a step only once its memory is mapped, or if the step
+would otherwise be empty. When memory is short, the request that joined last is preempted: it loses
+its rows and recomputes them.
 
-Tokens are given, not sampled (sampled tokens are computed and dropped), so that every store
-computes the same and logits can be compared between stores.
+Tokens are given, not sampled (sampled tokens are computed and dropped), so that all stores compute
+the same and their logits can be compared.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Live:
     """A request that is being served.
 
     Attributes:
-        number: its index in the workload.
-        ids: tokens of its prompt and its answer.
-        rows: rows with keys and values, as of the last planned step.
-        emitted: tokens of its answer so far.
+        number: the request's index in the workload.
+        ids: tokens of the prompt and the answer.
+        rows: number of rows with keys and values, as of the last planned step.
+        emitted: number of the answer's tokens so far.
         fresh: true until the request's first step in its slot.
-        late: a step was planned without it because its memory was not ready.
-        times: when each token of its answer was ready.
+        late: whether a step was planned without the request because its memory was not ready.
+        times: when each token of the answer was ready, in seconds since the start.
     """
 
     number: int
@@ -61,13 +61,13 @@ class Live:
 
     @property
     def known(self) -> int:
-        """Number of tokens so far: those of the prompt and of the answer."""
+        """The number of tokens so far, in the prompt and the answer together."""
         return self.prompt + self.emitted
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample: bytes mapped, held by requests and used by rows, and the running requests."""
+    """A sample of the bytes mapped, held by requests and used by rows, and of running requests."""
 
     at: float
     mapped: int
@@ -78,21 +78,21 @@ class Sample:
 
 @dataclass
 class Outcome:
-    """Measurements of a run; times in seconds from its start.
+    """Measurements of a run. Times are in seconds.
 
     Attributes:
-        finished: requests that finished.
+        finished: number of requests that finished.
         cut: true if time ran out before the last request finished.
-        seconds: from the first arrival to the last token, or to the time limit.
-        first, between: times to first tokens and between tokens, each sorted.
-        prompt_tokens, new_tokens: computed tokens of prompts, including recomputed ones, and
-            tokens of answers.
-        late: requests left out of a step because their memory was not ready.
-        shared: rows that requests started with, from shared prefixes.
-        steps: forward passes.
-        batch_s: sum over the steps of the number of requests times the step's seconds.
-        short_s, short_batch_s: seconds in which requests waited for a slot or for memory, and the
-            part of `batch_s` from these seconds.
+        seconds: time from the start to the last token, or to the time limit.
+        first, between: times to first token and times between tokens.
+        prompt_tokens, new_tokens: number of prompt tokens computed, including recomputed ones, and
+            number of answer tokens.
+        late: number of requests left out of a step because their memory was not ready.
+        shared: number of rows from shared prefixes that requests started with.
+        steps: number of forward passes.
+        batch_s: sum over all steps of the number of requests times the step's duration.
+        short_s, short_batch_s: time during which requests waited for a slot or for memory, and the
+            part of `batch_s` that falls into this time.
     """
 
     finished: int = 0
@@ -179,7 +179,7 @@ class _Loop:
         return out
 
     def _plan(self) -> list[tuple[Live, int]]:
-        """Returns the requests of the next step and their numbers of new tokens, smallest first.
+        """Returns the requests of the next step and their numbers of new tokens, fewest first.
 
         Maps memory for their rows, and preempts requests if memory is short.
         """
@@ -195,7 +195,7 @@ class _Loop:
         return []
 
     def _choose(self) -> list[tuple[Live, int]]:
-        """Chooses requests and their numbers of new tokens within the budget, at least one."""
+        """Chooses at least one request for the next step, and how many tokens each computes."""
         left = self.budget
         chosen: list[tuple[Live, int]] = []
         for decodes in (True, False):
@@ -215,8 +215,8 @@ class _Loop:
     def _join(self) -> list[Live]:
         """Gives slots to waiting requests while they fit; returns the requests that joined.
 
-        Stops once prompts not yet computed fill two steps: memory for the second step is mapped
-        while the first runs.
+        Stops once the prompts that remain to be computed fill two steps, as memory for the second
+        step is mapped while the first runs.
         """
         joined: list[Live] = []
         while self.waiting and not self.short:
@@ -289,7 +289,7 @@ class _Loop:
         asked: dict[bool, tuple[list[int], list[int]]] = {False: ([], []), True: ([], [])}
         for live in lives:
             pending = live.known - live.rows
-            if pending == 1:  # rounded, so that requests need new pages in different steps
+            if pending == 1:  # rounded down, so that requests need new pages in different steps
                 length = (live.rows + max(1, self.ahead)) // part * part
             else:
                 length = live.rows + min(pending, self.budget if live.fresh else left)
@@ -339,10 +339,10 @@ def serve(
     Args:
         forward: the model over a store, all of whose slots are free.
         arrivals: the requests, sorted by time.
-        tokens: returns the ids of a request's prompt and answer, given its number and the request.
+        tokens: returns the ids of a request's prompt and answer, given its number and its arrival.
         budget: maximum new tokens per step.
-        ahead: tokens past a request's end that the store is told to prepare.
-        limit_s: stop after this time, in seconds.
+        ahead: number of tokens past a request's end that the store is told to prepare.
+        limit_s: time limit in seconds.
         observer: called with every step's requests and logits; if given, steps do not overlap.
 
     Raises:

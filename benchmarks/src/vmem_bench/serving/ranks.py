@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""A serving loop on several GPUs: tensor parallelism, and a `ParallelKVCache` on each rank.
+"""A serving loop on several GPUs, with tensor parallelism and a `ParallelKVCache` on each rank.
 
-Rank 0 runs the loop. Before each forward pass it sends the other ranks its store's calls since the
-last pass, and the requests of this pass. They make the same calls on their stores, which must
-return the same results, and run the pass as well. This takes one message per pass, over gloo.
-Another message is sent when the store starts to map memory for the next pass, so that every rank
-maps while the current pass runs. The layers' sums use the model's process group.
+Rank 0 runs the loop. Before each forward pass it sends the other ranks the calls that it made on
+its store since the last pass, and the requests of this pass. The other ranks make the same calls on
+their stores, which must return the same results, and run the same pass. This takes one message per
+pass, over gloo. Another message is sent when the store starts to map memory for the next pass, so
+that every rank maps while the current pass runs. Sums over the ranks inside a layer use the default
+process group.
 
     python -m torch.distributed.run --nproc-per-node 2 $(which vmem) bench serve --model Yi-34B ...
 """
@@ -31,12 +32,12 @@ __all__ = ["Group", "LeadingForward", "Told", "count", "follow"]
 
 
 def count() -> int:
-    """Returns the number of ranks from torchrun's variable; 1 if it is not set."""
+    """Returns the number of ranks that torchrun started, or 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Run(NamedTuple):
-    """Arguments of `Runner.open`, sent to ranks that follow a run."""
+    """The arguments of `_Runner.open`, which rank 0 sends to the other ranks."""
 
     name: str
     slots: int
@@ -45,10 +46,9 @@ class Run(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The store's calls with their results, and a pass's requests (`works`).
+    """The calls of rank 0's store with their results (`asked`), and a pass's requests (`works`).
 
-    `works` is None when the run has ended. It is empty if no pass follows: then the calls start to
-    map memory for the next pass.
+    `works` is None when the run has ended, and empty if the message has only calls and no pass.
     """
 
     asked: list[tuple[str, tuple[Any, ...], Any]]
@@ -56,13 +56,13 @@ class Step(NamedTuple):
 
 
 class Group:
-    """The ranks, and their communication.
+    """The group of all ranks, through which they communicate.
 
     Args:
-        device: device of this rank.
+        device: this rank's device.
 
     Attributes:
-        rank: rank of this process.
+        rank: this process's rank.
         size: number of ranks.
     """
 
@@ -79,13 +79,17 @@ class Group:
         return tensor
 
     def tell(self, message: Any = None) -> Any:
-        """Returns rank 0's message on every rank."""
+        """Sends rank 0's message to all ranks; returns that message on every rank."""
         box = [message]
         dist.broadcast_object_list(box, src=0, group=self._control)
         return box[0]
 
     def make(self, make: Callable[[], Forward]) -> Forward:
-        """Calls `make` on every rank. RuntimeError on every rank if it failed on any."""
+        """Calls `make` on every rank and returns the result.
+
+        Raises:
+            RuntimeError: the call failed on at least one rank; raised on every rank.
+        """
         forward, why = None, ""
         try:
             forward = make()
@@ -98,20 +102,20 @@ class Group:
         return forward
 
     def meet(self) -> None:
-        """Returns once every rank has called it."""
+        """Waits until every rank has called this method."""
         dist.barrier(group=self._control)
 
     def close(self) -> None:
-        """Leaves the group; a collective call."""
+        """Leaves the group. All ranks must call this method."""
         dist.destroy_process_group()
 
 
 class Told(Store):
-    """Rank 0's store: records its calls for the other ranks to repeat.
+    """A wrapper of rank 0's store that records calls for the other ranks to repeat.
 
     Args:
         store: this rank's store.
-        group: group of the ranks.
+        group: the group of all ranks.
     """
 
     def __init__(self, store: Store, group: Group) -> None:
@@ -141,7 +145,7 @@ class Told(Store):
         return bool(self._ask("hold", slots, lengths))
 
     def ahead(self, *asked: tuple[list[int], list[int]]) -> None:
-        """See `Store`; sent to the other ranks at once, so that they map while a pass runs."""
+        """See `Store`; the other ranks are told at once, so that they map while a pass runs."""
         if type(self.store).ahead is not Store.ahead:
             self._ask("ahead", *asked)
             self.tell([])
@@ -177,15 +181,15 @@ class Told(Store):
         self.store.upload()
 
     def held(self) -> Held:
-        """See `Store`; of this rank."""
+        """See `Store`; reports this rank's memory."""
         return self.store.held()
 
     def driver(self) -> dict[str, float]:
-        """See `Store`; of this rank."""
+        """See `Store`; counts this rank's driver calls."""
         return self.store.driver()
 
     def tell(self, works: list[Work] | None) -> None:
-        """Sends the other ranks the calls since the last message, with a `Step`'s requests."""
+        """Sends the other ranks a `Step` with the calls since the last message and `works`."""
         asked, self.asked = self.asked, []
         self._group.tell(Step(asked, works))
 
@@ -196,7 +200,7 @@ class Told(Store):
 
 
 class LeadingForward(Forward):
-    """Rank 0's forward pass, which every other rank runs as well."""
+    """Rank 0's forward pass, which tells the other ranks to run the same pass."""
 
     store: Told
 
@@ -212,12 +216,12 @@ class LeadingForward(Forward):
 
 
 def follow(group: Group, make: Callable[[Run], Forward], sweep: Callable[[], None]) -> None:
-    """Runs the loop of the other ranks: follows rank 0's runs until rank 0 sends None.
+    """Runs the loop of the other ranks, which follow rank 0's runs until it sends None.
 
     Args:
-        group: group of the ranks.
+        group: the group of all ranks.
         make: creates a forward pass over a new store.
-        sweep: closes the store once nothing refers to the pass.
+        sweep: closes the store once nothing refers to the forward pass.
 
     Raises:
         WrongResult: a call's result differs from rank 0's.
@@ -225,7 +229,7 @@ def follow(group: Group, make: Callable[[Run], Forward], sweep: Callable[[], Non
     while (run := group.tell()) is not None:
         try:
             forward = group.make(partial(make, run))
-        except RuntimeError:  # rank 0 raises it as well, and continues with its next run
+        except RuntimeError:  # rank 0 raises the same error, then goes on with its next run
             sweep()
             continue
         with closing(forward):

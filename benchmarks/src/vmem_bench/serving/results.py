@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Results of the arms of `vmem bench serve`: rows, aims, and merging of runs.
+"""The results of `vmem bench serve`'s arms: rows, aims and merged runs.
 
 A run of a few minutes has time for only some of the arms. Runs of the same workload on the same
-machine are joined by their reference, the first arm, which all of them include. An arm is compared
-only with the reference's rounds of the same runs, so that a slower GPU in one run puts no arm at a
-disadvantage.
+kind of machine can be joined, because all of them include the first arm, the reference. An arm is
+compared only with the reference's rounds in the same runs, so that a slower GPU in one run does not
+put any arm at a disadvantage.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ __all__ = ["AGAIN", "VLLM", "add_aims", "add_rows", "figures", "join", "over"]
 AGAIN = "again"  # a second run of the reference
 VLLM = "vllm"  # an engine with its own loop, whose steps are not measured
 _FORMAT = "vmem-bench-serve/1"
-# Options that may differ between joined runs.
+# The options that may differ between joined runs.
 _FREE = ("arms", "asked", "deadline", "rounds", "limit_s")
-# Bytes. With no more than this, memory is short for Azure's trace and an 8B model.
+# The number of bytes up to which memory is short for Azure's trace and an 8B model.
 _BINDS = 20 << 30
-_NOISE = 0.05  # largest tolerated difference between identical arms
-_SERIES = 400  # maximum samples of memory over time in a row
+_NOISE = 0.05  # the most by which the difference between identical arms relaxes a target
+_SERIES = 400  # maximum number of memory samples in a row's series
 
 
 def figures(outcome: Outcome) -> dict[str, tuple[str, float, str]]:
-    """Returns the reported values of a run by name: description, value, unit."""
+    """Returns the reported values of a run by name, each as (description, value, unit)."""
     seconds = outcome.seconds
     tokens = outcome.prompt_tokens + outcome.new_tokens - outcome.recomputed
     found: dict[str, tuple[str, float, str]] = {
@@ -105,7 +105,7 @@ def _of_steps(outcome: Outcome) -> dict[str, tuple[str, float, str]]:
 
 
 def add_rows(part: Part, name: str, what: str, outcomes: Sequence[Outcome]) -> None:
-    """Adds the rows of an arm, with each round's value; adds nothing if it has no rounds."""
+    """Adds the rows of an arm, with the value of every round; adds none if there are no rounds."""
     if not outcomes:
         return
     rounds = [figures(outcome) for outcome in outcomes]
@@ -141,7 +141,7 @@ def _middle(values: Sequence[float]) -> dict[str, Any]:
 
 
 def over(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
-    """Divides a row's value by another's; in joined runs, takes the median over runs with both."""
+    """Returns the ratio of two rows' values; in joined runs, the median over runs with both."""
     if "by_run" not in one:
         return float(one["value"]) / float(other["value"])
     mine, theirs = dict(one["by_run"]), dict(other["by_run"])
@@ -152,11 +152,11 @@ def add_aims(aims: Aims, part: Part, names: Mapping[str, str], limit: int) -> No
     """Adds the ratios of the reference to the other arms, with their targets if there are any.
 
     Args:
-        aims: aims of the record that contains the part.
-        part: contains the arms' rows.
+        aims: the aims of the record that contains the part.
+        part: the part with the arms' rows.
         names: names and descriptions of the arms; the reference comes first.
         limit: requested bytes for keys and values; 0 for all free memory. The targets for larger
-            batches apply when memory is short and requests waited for it.
+            batches apply only if memory was short and requests waited for it.
     """
     first, *others = names
     binds = 0 < limit <= _BINDS and part.find(f"full/{first}") is not None
@@ -200,13 +200,14 @@ def add_aims(aims: Aims, part: Part, names: Mapping[str, str], limit: int) -> No
 
 
 def join(paths: Sequence[Path]) -> Record:
-    """Joins results that each contain some of the arms; machine and method are the first result's.
+    """Joins results that each contain some of the arms.
 
-    A run of an arm that was cut short counts only if no other run of that arm was complete.
+    The machine and the method are those of the first result. A run of an arm that was cut short
+    counts only if no other run of that arm was complete.
 
     Raises:
         MergeError: a file is not a result of this benchmark, the runs differ in more than their
-            arms and times, or their first arms differ.
+            arms, rounds and time limits, or their first arms differ.
     """
     loaded = load_together(paths, _FORMAT)
     first = loaded[0]
@@ -266,7 +267,10 @@ def _words(part: Part, arm: str) -> str:
 
 
 def _joined(rows: Sequence[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
-    """Joins a row of several runs: all rounds, the worst comparison, the last series."""
+    """Joins a row of several runs.
+
+    The result has the rounds of all runs; a comparison keeps the worst run, and a series the last.
+    """
     last = dict(rows[-1][1])
     if "compared" in last:
         return max((row for _, row in rows), key=lambda row: float(row["value"]))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""vLLM itself on an arm's requests: its own model, scheduler, sampler and graphs, and no plug-in.
+"""vLLM itself as an arm, with its own model, scheduler, sampler and graphs, without the plug-in.
 
-Compares the speed of `vmem bench serve`'s arms with an engine that is used in production. vLLM's
-weights are other random numbers of the same shape, and its tokens are sampled, so only times are
+It compares the speed of `vmem bench serve`'s arms with an engine that is used in production. vLLM's
+weights have the same shapes but other random values, and its tokens are sampled, so only times are
 compared.
 """
 
@@ -45,11 +45,11 @@ def serve(
         command: the run's command.
         sizes: the model's shape.
         arrivals: the requests, sorted by time.
-        tokens: as in `vmem_bench.serving.loop.serve`; answers are sampled instead.
-        slots: maximum concurrent requests.
+        tokens: as in `vmem_bench.serving.loop.serve`, but only for prompts; answers are sampled.
+        slots: maximum number of concurrent requests.
         limit: bytes for keys and values.
         budget: maximum new tokens per step.
-        longest: tokens of the longest request.
+        longest: number of tokens in the longest request.
 
     Raises:
         ImportError: vLLM is not installed.
@@ -75,7 +75,7 @@ def serve(
         enable_prefix_caching=False,  # requests share no prefixes
     )
     with fleet:
-        # vLLM reserves one block for itself.
+        # One more block, because vLLM reserves one for itself.
         fleet.start({_NAME: Plan(False, limit + fleet.block_bytes)})
         fleet.order(_NAME, **Load.of(tiny(4), sizes.vocabulary, 0).order())
         answer = fleet.order(_NAME, **load.order())

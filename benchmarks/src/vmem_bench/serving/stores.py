@@ -2,7 +2,7 @@
 """KV stores of a serving loop: slots of a `KVCache`, paged blocks, static slots.
 
 A store holds tensors of rows and manages their memory. All stores have the same interface, so that
-the loop, the model and the kernels do not depend on the store. Every call is timed: the sum is the
+the loop, the model and the kernels do not depend on the store. Calls are timed; their sum is the
 host time that a cache, or a block manager, costs its engine.
 """
 
@@ -26,7 +26,7 @@ from vmem_bench.decoder import Sizes
 
 __all__ = ["Held", "Paged", "SharedPaged", "Slots", "Static", "Store", "Table"]
 
-_FEW_TENSORS = 16  # each tensor needs separate calls to unmap and remap
+_FEW_TENSORS = 16  # with more, pages past a prompt's end stay: each tensor needs separate calls
 _RESERVE = 100  # 1 / _RESERVE of the pages is kept for running requests, like vLLM's watermark 0.01
 
 Ints = NDArray[np.int32]
@@ -35,19 +35,19 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 class Held(NamedTuple):
-    """Bytes of mapped memory, and bytes of it that requests hold."""
+    """The number of mapped bytes, and how many of them requests hold."""
 
     mapped: int
     held: int
 
 
 class Table(NamedTuple):
-    """A paged kernel's view of a store: keys and values by layer, and a request's blocks.
+    """A paged kernel's view of a store: keys and values by layer, and each request's blocks.
 
     Attributes:
-        layers: ``[blocks, block, kv_heads, head_dim]``, keys and values.
+        layers: the keys and values of each layer, ``[blocks, block, kv_heads, head_dim]``.
         rows: rows per block.
-        width: blocks of the longest request.
+        width: number of blocks of the longest request.
         of: returns the blocks of some slots, int32 ``[slots, width]``, given the slots' numbers on
             the device and the width.
     """
@@ -74,13 +74,13 @@ class Store(ABC):
     """Holds tensors of rows and manages their memory.
 
     Attributes:
-        slots: maximum requests at a time.
-        longest: maximum tokens of a request.
-        token_bytes: bytes of a token's keys and values.
+        slots: maximum number of requests at a time.
+        longest: maximum number of tokens in a request.
+        token_bytes: size of a token's keys and values in all layers.
         layers: keys and values ``[N, places, kv_heads, head_dim]``, to which rows are written.
         contiguous: true if a request's rows are ``layers[...][slot]``.
         table: the paged kernel's view; None if no paged kernel is used.
-        host_ns: time spent in this store's calls so far.
+        host_ns: nanoseconds spent in this store's calls so far.
     """
 
     slots: int
@@ -93,29 +93,32 @@ class Store(ABC):
 
     @abstractmethod
     def take(self, ids: Ints) -> tuple[int, int] | None:
-        """Allocates a slot for a request of these tokens; also returns its number of existing rows.
+        """Allocates a slot for a request with these tokens.
 
-        Returns None if all slots are taken. Rows exist if the store shares prefixes and an earlier
-        request had the same tokens; the last token's row never exists.
+        Returns the slot and how many of the request's rows exist already, or None if all slots are
+        taken. Rows exist if the store shares prefixes and an earlier request started with the same
+        tokens; the last token's row never exists.
         """
 
     @abstractmethod
     def release(self, slot: int, ids: Ints | None = None) -> None:
-        """Frees a slot; launched work may still use it.
+        """Frees a slot, which launched work may still use.
 
-        `ids`: the tokens of its rows, which a store that shares prefixes keeps; None to keep none.
+        `ids`: the tokens of the slot's rows, so that a store that shares prefixes can keep the
+        rows; None to keep none.
         """
 
     @abstractmethod
     def fits(self, partial: Sequence[tuple[int, int]], tokens: int) -> bool:
-        """True if another request of `tokens` fits once the `partial` requests have grown.
+        """Returns whether a new request of `tokens` fits once the `partial` requests have grown.
 
-        `partial`: slots, and the tokens that they will hold. Assumes that no rows are shared.
+        `partial`: slots, and the number of tokens that each will hold. The answer assumes that the
+        new request shares no rows.
         """
 
     @abstractmethod
     def hold(self, slots: list[int], lengths: list[int]) -> bool:
-        """Maps memory for these lengths; False, changing nothing, if memory is short."""
+        """Maps memory for these lengths. Returns False and changes nothing if memory is short."""
 
     def ahead(self, *asked: tuple[list[int], list[int]]) -> None:
         """Starts to map the memory that the next `hold` of these slots will need.
@@ -123,14 +126,14 @@ class Store(ABC):
         Args:
             asked: groups of slots and their lengths; a group never waits for a later group.
         """
-        return  # nothing to map
+        return  # this store maps nothing
 
     def ready(self, slot: int, tokens: int) -> bool:
-        """True if a `hold` of `tokens` would need no new memory."""
+        """Returns whether a `hold` of `tokens` would need no new memory."""
         return True
 
     def prompt_ends(self, slot: int, tokens: int) -> None:
-        """Called once a slot's whole prompt is launched. May free memory mapped past its end."""
+        """Called when a slot's whole prompt was launched; may free memory mapped past its end."""
         return  # this store maps no such memory
 
     def readable(self, slot: int) -> int:
@@ -142,19 +145,19 @@ class Store(ABC):
         return slots, positions
 
     def upload(self) -> None:
-        """Copies the table entries of newly allocated blocks to the device, before their use."""
+        """Copies the table entries of newly allocated blocks to the device before their use."""
         return  # this store has no block table
 
     @abstractmethod
     def held(self) -> Held:
-        """The store's current memory."""
+        """Returns how much memory is mapped and held now."""
 
     def driver(self) -> dict[str, float]:
-        """Returns the driver calls since the store was created, and the nanoseconds in them."""
+        """Returns the number of driver calls since `settle`, and the nanoseconds spent in them."""
         return {}
 
     def settle(self) -> None:
-        """Frees memory left by a warm-up, and resets the counters."""
+        """Frees the memory that a warm-up left, and resets the counters."""
         self.host_ns = 0
 
     def close(self) -> None:
@@ -179,10 +182,11 @@ class Slots(Store):
     """Slots of a `KVCache`.
 
     Args:
-        config: configuration of the cache; its `overread_rows` match `reads`.
-        block: rows of a block for paged kernels; 0: no paged kernel is used.
-        prefixes: share prefixes.
-        ranks: number of ranks; if several, each has a `ParallelKVCache`, on torch's process group.
+        config: configuration of the cache; its `overread_rows` match the kernel's `reads`.
+        sizes: sizes of the model.
+        block: rows per block for paged kernels, or 0 if none is used.
+        prefixes: whether requests share prefixes.
+        ranks: number of ranks; with several, each has a `ParallelKVCache` on torch's process group.
         options: `backend` and `device`.
     """
 
@@ -242,8 +246,8 @@ class Slots(Store):
     def fits(self, partial: Sequence[tuple[int, int]], tokens: int) -> bool:
         """See `Store`; counts pages.
 
-        While requests run, some pages are reserved for them: a request's pages are returned only
-        after its last step, but the next step is planned before that.
+        While requests run, some pages are reserved for them. The next step is planned before a
+        request's last step has finished, and only then are the request's pages returned.
         """
         memory, page = self.cache.memory, self.cache.layout.page_size
         missing = memory.for_request(None, tokens)
@@ -266,8 +270,8 @@ class Slots(Store):
     def ahead(self, *asked: tuple[list[int], list[int]]) -> None:
         """See `Store`; if memory is short, the next `hold` returns false.
 
-        With several ranks all slots share one call: a second `step_async` would wait for the first,
-        and `step` for both.
+        With several ranks, all slots share one call, because a second `step_async` would wait for
+        the first, and `step` for both.
         """
         if self._ranks > 1:
             slots, lengths = ([one for part in asked for one in part[i]] for i in range(2))
@@ -282,7 +286,7 @@ class Slots(Store):
 
     @_timed
     def prompt_ends(self, slot: int, tokens: int) -> None:
-        """See `Store`. With many tensors the pages stay, for the request to grow into."""
+        """See `Store`. With many tensors the pages stay mapped, and the request grows into them."""
         if self.cache.layout.num_tensors <= _FEW_TENSORS:
             self.cache.truncate(slot, tokens)
 
@@ -305,13 +309,14 @@ class Slots(Store):
     def settle(self) -> None:
         """See `Store`; allocates all memory from the driver, as other stores do when created.
 
-        torch caches memory that a warm-up freed, and releases it only for torch's allocations.
+        First, torch's cache is emptied: it keeps the memory that a warm-up freed, and would release
+        it only for torch's own allocations.
         """
         torch.cuda.empty_cache()
         self.cache.trim()
         if (
             self._ranks == 1
-        ):  # several ranks: the cache allocated all memory when the ranks agreed on it
+        ):  # with several ranks, the cache allocated all memory when the ranks agreed on it
             self.cache.context.warm(self._limit)
         super().settle()
         self._before = self.cache.stats()
@@ -386,7 +391,7 @@ class Paged(Store):
         self._device = torch.zeros((slots, width), dtype=torch.int32, device=device)
         self._free = list(range(self.blocks))
         self._rows = list(range(slots))
-        self._new: list[tuple[int, int, int]] = []  # slot, first entry, end
+        self._new: list[tuple[int, int, int]] = []  # (slot, first entry, end)
         self.table = Table(self.layers, block, width, self._gather)
 
     def _gather(self, index: torch.Tensor, width: int) -> torch.Tensor:
@@ -446,7 +451,7 @@ class Paged(Store):
 
     @_timed
     def upload(self) -> None:
-        """See `Store`; one copy to the device and one kernel."""
+        """See `Store`; takes one copy to the device and one kernel."""
         if not self._new:
             return
         entries = np.concatenate(
@@ -469,7 +474,7 @@ class Paged(Store):
 
 
 class SharedPaged(Paged):
-    """Shares full blocks, which are keyed by their tokens and all tokens before them.
+    """Blocks of a pool that requests share; a full block's key covers its tokens and all before.
 
     When a block's last request ends, the block keeps its rows and is appended to a queue. If no
     block is free, the block at the front is evicted. A request's last blocks are queued first.
@@ -483,7 +488,7 @@ class SharedPaged(Paged):
         self._idle: dict[int, None] = {}  # unused blocks with a key, in order of eviction
 
     def _keys(self, ids: Ints) -> list[int]:
-        """The keys of the full blocks."""
+        """Returns the keys of the full blocks of `ids`."""
         keys, key, data, size = [], 0, ids.tobytes(), self.block * ids.itemsize
         for at in range(0, len(data) - size + 1, size):
             key = hash((key, data[at : at + size]))

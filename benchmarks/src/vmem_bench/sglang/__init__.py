@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench sglang`: `pyvmem.sglang`'s pool compared with stock SGLang, one engine at a time."""
+"""`vmem bench sglang`: SGLang on the pool of `pyvmem.sglang`, compared with stock SGLang."""

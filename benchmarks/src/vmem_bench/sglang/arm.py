@@ -24,7 +24,7 @@ __all__ = ["main"]
 
 
 async def _load(sglang: Any, order: dict[str, Any]) -> dict[str, Any]:
-    """Sends each request when it is due, and waits for all answers."""
+    """Sends each request when it is due; returns the answers and the times of their tokens."""
     begin = order["begin"] or time.monotonic()
 
     async def ask(ids: list[int], new: int, at: float) -> tuple[list[int], list[float]]:
@@ -35,7 +35,7 @@ async def _load(sglang: Any, order: dict[str, Any]) -> dict[str, Any]:
             input_ids=ids, sampling_params=greedy(new), stream=True
         )
         async for found in stream:
-            answer = found["output_ids"]  # holds all tokens so far
+            answer = found["output_ids"]  # all tokens so far
             if answer:
                 times.append(round(time.monotonic() - begin, 6))
         if len(answer) != new:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
 """`vmem bench sglang`: SGLang on the elastic pool, compared with stock SGLang on the same device.
 
-Engines run one at a time, each in a new process: stock, elastic, elastic, stock, so that drift of
-the machine affects both equally. A ratio is the mean over neighbouring turns, with its confidence
-interval. The result file is written after each turn. share.py implements the part ``share``.
+Engines run one at a time, each in a new process, in the order stock, elastic, elastic, stock, so
+that a drift of the machine's speed affects both equally. A ratio is the mean over pairs of adjacent
+turns, with its confidence interval. The result file is written after each turn. share.py implements
+the part ``share``.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ Turn = Mapping[str, list[Found]]
 
 
 def measure(command: Command, part: Part) -> None:
-    """Runs the engines in turn."""
+    """Runs the engines in turn and adds the rows after each turn."""
     args, slowest = command.args, 0.0
     requests = [4] if command.quick else sorted(args.requests)
     turns: dict[str, list[Found]] = {arm: [] for arm in ARMS}
@@ -99,7 +100,11 @@ def _said(found: Found) -> str:
 
 
 def _check(turns: Turn) -> None:
-    """Raises WrongResult if elastic answers to single requests match no stock engine's answers."""
+    """Checks that every elastic engine answers single requests like at least one stock engine.
+
+    Raises:
+        WrongResult: the answers of an elastic engine match those of no stock engine.
+    """
     stock, mine = (
         [one["tokens"]["alone"] for one in turns[arm] if "tokens" in one] for arm in ARMS
     )
@@ -136,13 +141,13 @@ def _counts(turns: Turn) -> list[int]:
 
 
 def _value(part: Part, row: str, what: str, arm: str, unit: str, found: list[float]) -> None:
-    """Adds a row with the median over the turns, if there are values."""
+    """Adds a row with the median over the turns, unless there are no values."""
     if found:
         part.value(row, what, arm, statistics.median(found), unit)
 
 
 def _add(part: Part, turns: Turn, key: tuple[str, str | int], what: str, unit: str) -> None:
-    """Adds rows for both arms and for the ratio of their turns' medians."""
+    """Adds a row for each arm, and one for the mean ratio between the arms' medians per turn."""
     step, name = key
     row = f"{step}/{name}"
     medians = []
@@ -175,7 +180,7 @@ def _memory(part: Part, arm: str, found: Iterable[Found]) -> None:
 
 
 def _same(part: Part, arm: str, turns: Turn) -> None:
-    """Adds the numbers of equal answers; the reference is stock's first turn."""
+    """Adds how many answers equal those of stock's first turn, or the engine's earlier ones."""
     of = {"alone": "stock's first turn", "again": "before", "batch": "stock's first turn"}
     stock = [one["tokens"] for one in turns["stock"] if "tokens" in one]
     mine = [one for one in turns[arm] if "tokens" in one]
@@ -227,7 +232,11 @@ _NAMES = {
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command. Returns 0, 1 on failure, 2 without a back end, 3 without SGLang."""
+    """Runs the command.
+
+    Returns 0 on success, 1 on failure, 2 for bad usage or an unusable back end, or 3 if SGLang is
+    missing.
+    """
     args.shape = args.shape or ("1b" if args.part == "share" else "8b")
     if args.part == "share" and args.shape == "mla":
         print("vmem bench: --part share has no --shape mla", file=sys.stderr)

@@ -3,8 +3,8 @@
 
 PLAN is a JSON file, written by `turns`. The process imports SGLang, then waits for a line on
 standard input, which means that no other engine uses the device. After each step it appends a line
-with the result to the file that the plan names, so that a process stopped at the deadline leaves
-the results of its completed steps.
+with the result to the file that the plan names, so that the results of completed steps remain when
+the process is stopped at the deadline.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STEPS = ("start", "tokens", "rate", "memory", "first", "sleep")
 """The steps in order; only elastic engines sleep."""
 
 _NEW = 48  # tokens per answer that is compared
-_LOOK = 0.05  # seconds between samples of the memory under load
+_LOOK = 0.05  # seconds between memory samples under load
 _IDLE = 20.0  # seconds that SGLang may take to become idle
 _EMPTY = 1.5  # seconds to wait for memory to be returned after a flush
 
@@ -33,12 +33,12 @@ Ids = list[list[int]]
 
 
 def greedy(new: int) -> dict[str, Any]:
-    """Sampling parameters for `new` tokens."""
+    """Returns sampling parameters for `new` greedy tokens."""
     return {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
 
 
 def flush(sglang: Any) -> None:
-    """Drops all prefixes; retries while SGLang refuses, as it may just after its last answer."""
+    """Drops all prefixes; retries while SGLang refuses, which it may do right after an answer."""
     end = time.monotonic() + _IDLE
     while not sglang.flush_cache().success:
         if time.monotonic() > end:
@@ -47,7 +47,7 @@ def flush(sglang: Any) -> None:
 
 
 class _Engine:
-    """A running engine, its prompts and its memory."""
+    """A running engine, with methods that send prompts and read its memory."""
 
     def __init__(self, plan: dict[str, Any]) -> None:
         self.plan, self.count = plan, 0
@@ -66,20 +66,24 @@ class _Engine:
         return int(total - free)
 
     def account(self) -> Any:
-        """The engine's account in the ledger; None for stock SGLang."""
+        """Returns the engine's account in the ledger, or None for stock SGLang."""
         from pyvmem.ledger.accounts import engines_in
 
         found = engines_in(Path(self.plan["ledger"])).values()
         return next((one for engines in found for one in engines), None)
 
     def memory(self) -> dict[str, int]:
-        """Returns bytes: `device`, allocated since before the start; `mapped`, by the ledger."""
+        """Returns the engine's memory in bytes.
+
+        `device` is the device memory allocated since before the engine's start, and `mapped` what
+        the ledger records.
+        """
         account = self.account() if self.plan["elastic"] else None
         found = {"mapped": account.used} if account is not None else {}
         return found | ({"device": self._device() - self.before} if self.plan["gpu"] else {})
 
     def prompts(self, count: int, length: int) -> Ids:
-        """Returns new prompts, the same in every engine; no prompt repeats."""
+        """Returns new prompts, which are the same in every engine and never repeat."""
         self.count += 1
         draw = random.Random(self.count)
         tokens = range(3, self.plan["vocabulary"])
@@ -98,7 +102,7 @@ class _Engine:
         return [self.ask([one], _NEW)[0] for one in ids]
 
     def highest(self, ids: Ids, new: int) -> dict[str, int]:
-        """Returns the peak memory while the engine answers."""
+        """Returns the peak memory, sampled while the engine answers."""
         most, done = self.memory(), threading.Event()
 
         def look() -> None:
@@ -118,7 +122,7 @@ class _Engine:
 
 def _tokens(engine: _Engine, few: Ids) -> dict[str, Any]:
     alone = engine.alone(few)
-    again = engine.alone(few)  # now the first call's prefixes are cached
+    again = engine.alone(few)  # this time with the first call's prefixes cached
     hits = engine.sglang.generate(input_ids=few, sampling_params=greedy(1))
     return {
         "alone": alone,
@@ -150,14 +154,14 @@ def _measure(plan: dict[str, Any], add: Any) -> None:
                 if turn:
                     engine.ask(ids, plan["answer"])
                     rates.append(count * plan["answer"] / (time.perf_counter() - start))
-                else:  # not timed, so memory can be sampled
+                else:  # this round is not timed, so memory can be sampled
                     memory["highest"] = engine.highest(ids, plan["answer"])
             add("rate", count=count, rates=rates)
         time.sleep(1)
         memory["after"] = engine.memory()
         for key, value in memory[
             "after"
-        ].items():  # a short load may end between two samples, so count its end as well
+        ].items():  # a short load may end between two samples, so count the memory after it too
             memory["highest"][key] = max(memory["highest"][key], value)
         time.sleep(plan["idle"])
         memory["rest"] = engine.memory()
@@ -183,7 +187,7 @@ def _measure(plan: dict[str, Any], add: Any) -> None:
 
 
 def _sleep(engine: _Engine, few: Ids) -> dict[str, Any]:
-    # Waits until the engine is idle: a busy engine would exit in the next call.
+    # The flush waits until the engine is idle; a busy engine would exit in the next call.
     flush(engine.sglang)
     start = time.perf_counter()
     engine.sglang.release_memory_occupation(tags=["kv_cache"])
@@ -203,7 +207,7 @@ def _kept(engine: _Engine) -> dict[str, int]:
 
 
 def main() -> None:
-    """Runs the plan; the exit status is 1 if it failed."""
+    """Runs the plan and exits, with status 1 if the plan failed."""
     plan = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     with Path(plan["out"]).open("a", encoding="utf-8") as out:
 

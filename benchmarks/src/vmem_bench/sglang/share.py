@@ -32,9 +32,9 @@ __all__ = ["ARMS", "ENGINES", "METHOD", "Found", "bursts", "measure"]
 ARMS = ("static", "elastic")
 ENGINES = ("vllm", "sglang")
 
-_TOKENS = 98_304  # tokens of both engines' KV caches together
-_MOST = 256  # maximum concurrent requests of an engine
-_CALM = 4  # requests between two bursts
+_TOKENS = 98_304  # size of both engines' KV caches together, in tokens
+_MOST = 256  # maximum concurrent requests per engine
+_CALM = 4  # number of requests between two bursts
 
 METHOD = {
     "engines": "vLLM and SGLang: an elastic pair with one ledger, and a stock pair with half of "
@@ -56,11 +56,11 @@ METHOD = {
 
 @dataclass(frozen=True)
 class _SGLangPlan(Plan):
-    """Options of an SGLang engine to start."""
+    """The plan of an SGLang engine instead of a vLLM engine."""
 
 
 class _Mixed(Fleet):
-    """Engines of vLLM and SGLang with the same model."""
+    """A fleet with engines of both vLLM and SGLang, which run the same model."""
 
     def __enter__(self) -> _Mixed:
         super().__enter__()
@@ -69,7 +69,7 @@ class _Mixed(Fleet):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token's keys and values in all layers."""
+        """The size of a token's keys and values in all layers, in bytes."""
         return self.block_bytes // self.block_size
 
     def _options(self, plan: Plan, count: int) -> dict[str, Any]:
@@ -111,12 +111,14 @@ class _Mixed(Fleet):
 def bursts(
     found: Sequence[Arrival], tokens: int, count: int, period: float
 ) -> dict[str, list[Arrival]]:
-    """Returns `count` bursts of requests per engine, half a period apart from the other engine's.
+    """Returns each engine's requests: bursts that alternate with the other engine's bursts.
+
+    An engine's bursts start half a period after the other's. A few requests follow each burst.
 
     Args:
         found: the requests, in order; their times are not used.
-        tokens: minimum number of tokens of a burst's requests.
-        count: bursts per engine.
+        tokens: minimum number of tokens in a burst's requests together.
+        count: number of bursts per engine.
         period: seconds between the starts of an engine's bursts.
     """
     requests: Iterator[Request] = itertools.cycle(one.request for one in found)
@@ -148,7 +150,7 @@ def measure(command: Command, part: Part) -> None:
         sizes = tiny(64) if quick else arrivals(None, 4096, fleet.longest)
         tokens = int(args.burst * memory / fleet.token_bytes)
         loads = bursts(sizes, tokens, args.bursts, args.period)
-        first = bursts(sizes, tokens, 1, args.period)  # warm-up: compiles kernels
+        first = bursts(sizes, tokens, 1, args.period)  # a warm-up, which compiles kernels
         for arm in ARMS:
             warm = {
                 name: Load.of(at_rate(first[name.split()[0]], 0), fleet.vocabulary, 99)
@@ -182,7 +184,7 @@ def _plans(memory: int) -> dict[str, dict[str, Plan]]:
 def _turn(
     fleet: _Mixed, found: Found, arm: str, loads: Mapping[str, list[Arrival]], number: int
 ) -> None:
-    """Runs one round of an arm: both engines serve their requests."""
+    """Runs one round of an arm, in which both engines serve their requests."""
     given = {
         engine: Load.of(loads[engine], fleet.vocabulary, 100 * number + place)
         for place, engine in enumerate(ENGINES)
@@ -213,7 +215,7 @@ def _rest(
     plans: Mapping[str, Mapping[str, Plan]],
     publish: Callable[[], None],
 ) -> None:
-    """Measures the memory that engines keep, with and without prefixes, and free on exit."""
+    """Measures the memory that idle engines keep with and without prefixes, and free on exit."""
     seconds = 1.5 if fleet.command.quick else 3.0
     fleet.rest(seconds)
     found.rest["prefixes"] = found.used(fleet)
@@ -232,7 +234,7 @@ def _rest(
 
 
 class Found:
-    """Results of the rounds."""
+    """The measurements of all rounds."""
 
     def __init__(self, memory: int) -> None:
         self.memory = memory
@@ -242,13 +244,13 @@ class Found:
         self.device: dict[str, int] = {}
 
     def used(self, fleet: Fleet) -> dict[str, int]:
-        """Returns the bytes used by each elastic engine and by both together, per the ledger."""
+        """Returns the bytes that each elastic engine and both together use, by the ledger."""
         booked = fleet.booked()
         used = {engine: booked[f"{engine}-elastic"].used for engine in ENGINES}
         return used | {"both": sum(used.values())}
 
     def rows(self, part: Part) -> None:
-        """Adds all rows."""
+        """Adds the rows of all measurements so far."""
         part.value("capacity", "of both engines together", "both", self.memory, "bytes")
         for engine in (*ENGINES, "both"):
             for fraction in (0.5, 0.99):
@@ -276,7 +278,7 @@ class Found:
     def _measured(
         self, part: Part, name: str, what: str, unit: str, fraction: float | None
     ) -> None:
-        """Adds a row for each arm over its rounds, and the ratio of elastic to static per round."""
+        """Adds a row for each arm, and one for the mean ratio of elastic to static per round."""
         values = {
             arm: [_value(one, name.rpartition("/")[2], fraction) for one in self.heard[arm]]
             for arm in ARMS

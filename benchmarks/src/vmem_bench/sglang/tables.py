@@ -17,7 +17,7 @@ Rows = Mapping[str, Mapping[str, Any]]
 
 
 def _measured(row: Mapping[str, Any] | None, digits: int, per: float = 1.0) -> str:
-    """Formats a value ± half its confidence interval; "" if it was not measured."""
+    """Formats a value and half its confidence interval; returns "" if it was not measured."""
     if row is None:
         return ""
     text = f"{row['value'] / per:,.{digits}f}"
@@ -26,7 +26,10 @@ def _measured(row: Mapping[str, Any] | None, digits: int, per: float = 1.0) -> s
 
 
 def spread(found: list[float]) -> dict[str, Any]:
-    """Returns fields of a row: all values and, if several, half their confidence interval."""
+    """Returns fields for a row: all values and, if there are several, half the confidence interval.
+
+    The interval is that of their mean.
+    """
     rounds = {"rounds": [float(f"{one:.4g}") for one in found]}
     return rounds | ({"half_width": interval(found)[1]} if len(found) > 1 else {})
 
@@ -39,12 +42,12 @@ class _Lines:
         self.found: list[list[str]] = []
 
     def add(self, title: str, name: str, digits: int, per: float = 1.0) -> None:
-        """Adds a line with the row `name` of each arm, and their ratio."""
+        """Adds a line with each arm's row `name` and their ratio."""
         cells = [_measured(self.rows.get(f"{name}/{arm}"), digits, per) for arm in self.arms]
         self._put(title, [*cells, _measured(self.rows.get(f"over/{name}"), 3)])
 
     def count(self, title: str, name: str) -> None:
-        """Adds a line with each arm's count and its total."""
+        """Adds a line with each arm's count, as "N of TOTAL"."""
         found = [self.rows.get(f"{name}/{arm}") for arm in self.arms]
         self._put(title, [*(f"{one['value']} of {one['of']}" if one else "" for one in found), ""])
 
@@ -54,7 +57,7 @@ class _Lines:
 
 
 def body(rows: Rows) -> list[list[str]]:
-    """The lines below `HEAD`.
+    """Returns the lines below `HEAD`.
 
     Args:
         rows: rows of the part, by name.
@@ -88,7 +91,7 @@ def body(rows: Rows) -> list[list[str]]:
 
 
 def shared(rows: Rows) -> list[list[str]]:
-    """The lines of the part ``share``, below `SHARED`.
+    """Returns the lines of the part ``share``, below `SHARED`.
 
     Args:
         rows: rows of the part, by name.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The engines of `vmem bench sglang`: their model, options, and a process per turn."""
+"""The engines of `vmem bench sglang`: their models, their options and a process for each turn."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mla": VLLM_SHAPES["DeepSeek-V2-Lite"],
     "tiny": {**VLLM_SHAPES["tiny"], "num_hidden_layers": 4},
 }
-"""Models by name, the same as in vLLM's benchmark; mla has latent attention."""
+"""Models by name, most of them from vLLM's benchmark; mla has latent attention."""
 
 _ENDING = 5.0  # seconds allowed for stopping an engine's processes
-_AHEAD = min(4, os.cpu_count() or 1)  # processes that import in parallel
+_AHEAD = min(4, os.cpu_count() or 1)  # number of processes that import in parallel
 _PREFILL = [size for k in range(6, 13) for size in (1 << k, 3 << k - 1)] + [8192]
-_LEAST = 2048  # minimum tokens of the KV cache and of the longest request
+_LEAST = 2048  # minimum size of the KV cache and of the longest request, in tokens
 
 Found = dict[str, Any]
 
@@ -54,11 +54,11 @@ def engine_options(
 
     Args:
         command: the run's command.
-        model: directory of the model's configuration.
-        longest: tokens of the longest request.
-        tokens: tokens of the KV cache.
-        most: maximum concurrent requests.
-        graphs: requests of the largest CUDA graph.
+        model: directory with the model's configuration.
+        longest: number of tokens in the longest request.
+        tokens: size of the KV cache in tokens.
+        most: maximum number of concurrent requests.
+        graphs: number of requests in the largest CUDA graph.
     """
     args = command.args
     given: dict[str, Any] = {
@@ -80,7 +80,7 @@ def engine_options(
             "attention_backend": args.attention or "triton",
             "chunked_prefill_size": _PREFILL[-1],
             "cuda_graph_max_bs_decode": graphs,
-            # A quarter of SGLang's sizes, so that an engine starts half a minute faster.
+            # A quarter as many sizes as SGLang's, so that an engine starts half a minute faster.
             "cuda_graph_bs_prefill": sorted({*_PREFILL, min(args.prompt, _PREFILL[-1])}),
             "mem_fraction_static": 0.8,
             "base_gpu_id": args.device,
@@ -98,12 +98,12 @@ def engine_options(
 
 
 def engine_environment(command: Command, site: Path, path: str = "") -> dict[str, str]:
-    """Returns the environment of an engine's process, without the pool's variables.
+    """Returns the environment of an engine's process, with the back end as the only VMEM variable.
 
     Args:
         command: the run's command.
-        site: created by `make_site`.
-        path: PYTHONPATH; "" for this process's.
+        site: the directory that `make_site` created.
+        path: PYTHONPATH of the engine; "" for this process's.
     """
     env = {name: value for name, value in os.environ.items() if not name.startswith("VMEM_")}
     env.pop("SGLANG_PLUGINS", None)
@@ -120,9 +120,9 @@ class Turns:
 
     Args:
         command: the run's command.
-        folder: holds the model, the ledger, and the engines' results and logs.
-        requests: numbers of concurrent requests, ascending.
-        order: the arms of the turns.
+        folder: directory for the model, the ledger, and the engines' results and logs.
+        requests: numbers of concurrent requests to try, ascending.
+        order: the arm of each turn.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Turns:
         self.site = make_site(folder / "site")
 
     def options(self) -> dict[str, Any]:
-        """The options of `sglang.Engine`."""
+        """Returns the options of `sglang.Engine`."""
         most = max(8, self.requests[-1])
         return engine_options(
             self.command, self.folder / "model", self.longest, self.tokens, most, self.requests[-1]
@@ -169,7 +169,7 @@ class Turns:
         return env
 
     def prepare(self, number: int) -> None:
-        """Starts processes for this and some following turns, and waits until they have imported.
+        """Starts processes for this and some later turns, and waits for them to import SGLang.
 
         An import takes as long as a load, so processes import in parallel. No process imports
         while a turn is measured.
@@ -213,7 +213,7 @@ class Turns:
             )
 
     def run(self, number: int) -> Found:
-        """Runs a turn's engine until it exits or the deadline passes; returns its results by step.
+        """Runs a turn's engine until it exits or time is up; returns its results by step.
 
         Raises:
             WrongResult: the engine failed.
@@ -238,13 +238,13 @@ class Turns:
         return found
 
     def close(self) -> None:
-        """Kills the processes of turns that did not run."""
+        """Kills the processes of the turns that have not run."""
         for process in self._ready.values():
             kill_group(process)
 
 
 def _read(out: Path) -> Found:
-    """Reads the completed steps' results, by step; for "rate", rates by number of requests."""
+    """Returns the results of completed steps by name; those of "rate" by number of requests."""
     found: Found = {}
     text = out.read_text(encoding="utf-8") if out.exists() else ""
     for line in text.splitlines():
@@ -258,9 +258,9 @@ def _read(out: Path) -> Found:
 
 
 def make_site(folder: Path, path: str = "") -> Path:
-    """Creates a directory for an engine's PYTHONPATH, with the entry points that the engine needs.
+    """Creates a directory for an engine's PYTHONPATH, with the entry points that it needs.
 
-    These are the benchmark's SGLang plug-in, and pyvmem's plug-in if pyvmem is not installed.
+    These are the benchmark's SGLang plug-in and, if pyvmem is not installed, pyvmem's plug-in.
 
     Args:
         folder: the directory to create.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench vllm`: `pyvmem.vllm`'s pool compared with stock vLLM; a module per part."""
+"""`vmem bench vllm`: vLLM on the pool of `pyvmem.vllm`, compared with stock vLLM."""

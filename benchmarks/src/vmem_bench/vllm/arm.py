@@ -34,7 +34,7 @@ from vmem_bench.orders import open_orders
 
 __all__ = ["ENGINE", "main"]
 
-# vLLM's options besides the model; the command adds those that depend on the machine's size.
+# vLLM options for every engine; the command adds the model and those that depend on the machine.
 ENGINE = {
     "load_format": "dummy",
     "skip_tokenizer_init": True,
@@ -50,7 +50,7 @@ def _engine(options: dict[str, Any]) -> Any:
 
     from pyvmem.vllm import plugin
 
-    plugin.register()  # in case the entry point is not installed; a second call does nothing
+    plugin.register()  # the entry point may not be installed; a second call does nothing
     return LLM(**{**ENGINE, **options})
 
 
@@ -68,13 +68,13 @@ def _greedy(count: int) -> Any:
 
 
 class _Waits:
-    """Seconds that this process's threads have waited for events of the GPU since `install`."""
+    """The seconds that this process's threads have waited for GPU events since `install`."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def install(self) -> None:
-        """Times torch.cuda.Event.synchronize, which vLLM calls to wait for a step's tokens."""
+        """Starts timing torch.cuda.Event.synchronize, with which vLLM waits for a step's tokens."""
         import torch
 
         event: Any = torch.cuda.Event
@@ -92,7 +92,7 @@ waits = _Waits()
 
 
 class _Transfers:
-    """Bytes and seconds of this rank's copies to and from host memory since `install`."""
+    """The bytes and seconds of this rank's copies to and from host memory since `install`."""
 
     def __init__(self) -> None:
         self.sums = {"stored": [0.0, 0.0], "loaded": [0.0, 0.0]}
@@ -128,7 +128,10 @@ transfers = _Transfers()
 
 
 def _load(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
-    """Adds requests when they are due, at most `most` at a time, and steps until all are done."""
+    """Adds requests when they are due, up to `most` at a time, and steps until all are done.
+
+    Returns the answers, with the times of their tokens.
+    """
     engine, prompts = llm.llm_engine, order["load"]
     sampling = [_greedy(count) for count in order["tokens"]]
     at = order.get("at") or [0.0] * len(prompts)
@@ -175,10 +178,11 @@ def _script(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
     vLLM does not reset prefixes while requests run, so from time to time no requests are added
     until all have finished.
 
-    `order`: seed, requests, vocabulary, longest (tokens of a prompt), output (tokens of an answer),
-    most (concurrent requests), reset (probability of a reset after a step). All requests, and the
-    number of tokens after which a request is aborted, are drawn before the first step, so that the
-    other answers can be compared regardless of an engine's pace.
+    `order` has these items: seed, requests (their number), vocabulary, longest (tokens of a prompt,
+    at most), output (tokens of an answer, at most), most (concurrent requests, at most) and reset
+    (the probability of a reset after a step). All requests, and the number of tokens after which
+    each is aborted, are drawn before the first step, so that the answers of the others can be
+    compared whatever an engine's pace.
     """
     draw = random.Random(order["seed"])
     begin = [draw.randrange(3, order["vocabulary"]) for _ in range(order["longest"] // 2)]
@@ -234,7 +238,7 @@ def _script(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Inside:
-    """Seconds spent in the pool's functions, excluding vLLM's functions that they call."""
+    """The seconds spent in the pool's functions, without the vLLM functions that they call."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -263,7 +267,10 @@ class _Inside:
         return lambda: setattr(owner, name, call)
 
     def count(self, owner: Any, ours: str, names: Iterable[str]) -> list[Callable[[], None]]:
-        """Times methods that the class named `ours` overrides; returns functions that undo this."""
+        """Times methods of `owner` that the pool's class named `ours` overrides.
+
+        The overridden methods of vLLM are not counted. Returns functions that undo this.
+        """
         order = type(owner).__mro__
         place = next(n for n, one in enumerate(order) if one.__name__ == ours)
         undo = []
@@ -273,16 +280,16 @@ class _Inside:
         return undo
 
     def add(self, owner: Any, *names: str) -> list[Callable[[], None]]:
-        """Times functions of the pool that vLLM calls; returns functions that undo this."""
+        """Times functions of the pool that vLLM calls. Returns functions that undo this."""
         return [self._count(owner, name, True) for name in names]
 
     def leave_out(self, owner: Any, *names: str) -> list[Callable[[], None]]:
-        """Excludes vLLM's functions that the pool calls; returns functions that undo this."""
+        """Excludes vLLM functions that the pool calls. Returns functions that undo this."""
         return [self._count(owner, name, False) for name in names]
 
 
 def _costs(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
-    """Serves a load; returns each step's tokens and its microseconds in the pool's code."""
+    """Serves a load; returns each step's tokens and the microseconds spent in the pool's code."""
     core = llm.llm_engine.engine_core.engine_core
     scheduler, worker = core.scheduler, core.model_executor.driver_worker.worker
     inside, steps = _Inside(), list[dict[str, Any]]()
@@ -316,14 +323,14 @@ def _costs(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _elastic(llm: Any) -> Any:
-    """Returns the `ElasticEngine`, or None in a stock engine."""
+    """Returns the engine's `ElasticEngine`, or None if the engine is stock."""
     return getattr(llm.llm_engine.engine_core.engine_core.scheduler, "elastic", None)
 
 
 def _state(llm: Any) -> dict[str, Any]:
-    """Returns the number of bytes that torch reserves in this process, and the transfers.
+    """Returns the bytes that torch reserves in this process, and the sums of the transfers.
 
-    For an elastic engine, also returns the pool's state.
+    For an elastic engine, the result includes the state of the pool.
     """
     import torch
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The part ``blocks`` of `vmem bench vllm`: blocks of 16 tokens compared with 128."""
+"""The part ``blocks`` of `vmem bench vllm`: blocks of 16 tokens compared with blocks of 128."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["measure"]
 def measure(command: Command, part: Part) -> None:
     """Runs prompts of three lengths, long requests that decode, and a trace.
 
-    Each load's requests all arrive at the start.
+    All requests of a load arrive at its start.
     """
     args, quick = command.args, command.quick
     sizes = (32, 128) if command.backend == "host" else (16, 128)
     memory = kv_memory(command, 40 * GIB)
     found: dict[tuple[str, int], list[Heard]] = {}
     held: dict[int, dict[str, float]] = {size: {} for size in sizes}
-    whole = 256 if quick else 32 << 10  # tokens of the longest prompt
+    whole = 256 if quick else 32 << 10  # number of tokens in the longest prompt
     loads = {f"prompts/{n}x{whole // n * 2}": (n, whole // n * 2, 1) for n in (2, 8, 32)}
     many, context, steps = (4, 64, 8) if quick else (64, 4096, 64)
     loads[f"decode/{many}x{context}"] = (many, context, steps)
@@ -62,7 +62,7 @@ def measure(command: Command, part: Part) -> None:
         trace = at_rate(requests_of(command, args.requests, LONGEST), 0)
 
         def give(size: int, name: str, requests: list[Arrival], round_: int) -> None:
-            """Gives a load to an engine. Round 0 is a warm-up; its result is dropped."""
+            """Gives a load to an engine. Round 0 is a warm-up, whose answers are dropped."""
             load = Load.of(requests, fleet.vocabulary, round_)
             engine = f"blocks {size}"
             peak = 0

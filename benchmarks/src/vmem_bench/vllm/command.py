@@ -4,19 +4,21 @@
 Engines of one shape with the same random weights, each in its own process (`arm`), get the
 same requests in turn. The parts:
 
-- ``load``: throughput and latency at several rates: stock, elastic, stock again; compares tokens.
+- ``load``: throughput and latency at several rates, of stock, elastic and stock again. The tokens
+  are compared.
 - ``idle``: the memory that an idle engine withholds from other processes, and for how long.
-- ``share``: alternating bursts: engines that share memory, engines with static parts, each alone.
-- ``sleep``: time to sleep and to wake, memory freed by sleep.
-- ``blocks``: blocks of 16 tokens compared with 128.
-- ``rough``: requests that arrive and are aborted at random, prefix resets, trims; compares tokens;
-  with ``--offload`` prefixes are loaded from host memory.
-- ``limit``: a limit on every device, lowered while requests run.
-- ``full``: a full GPU, one engine at a time.
+- ``share``: alternating bursts of engines that share memory, of engines with static parts, and of
+  each engine alone.
+- ``sleep``: the time to sleep and to wake, and the memory that sleep frees.
+- ``blocks``: blocks of 16 tokens compared with blocks of 128.
+- ``rough``: requests that arrive and are aborted at random, prefix resets and trims. The tokens are
+  compared. With ``--offload``, prefixes are loaded from host memory.
+- ``limit``: a limit on every device that is lowered while requests run.
+- ``full``: a full GPU, with one engine at a time.
 - ``first``, ``cost``: time to first token after an idle period; the pool's host time in a step.
 - ``offload``: prompts whose keys and values are in host memory.
-- ``prefixes``: engines take turns, and their prefixes do not fit in memory: shared memory or static
-  parts, each with and without host memory.
+- ``prefixes``: engines that take turns with prefixes that do not fit in memory, which is shared or
+  divided into static parts, each with and without host memory.
 
 A part writes the result file whenever it has new results.
 """
@@ -92,7 +94,7 @@ _TRACED = ("load", "share", "blocks", "limit")
 
 
 def _takes_no_trace(args: argparse.Namespace) -> str:
-    """Returns the option that excludes a trace; "" if a trace may be used."""
+    """Returns the option that excludes a trace, or "" if a trace may be used."""
     if args.quick:
         return "--quick"
     if args.part not in _TRACED:
@@ -101,7 +103,11 @@ def _takes_no_trace(args: argparse.Namespace) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command. Returns 0, 1 on failure or without vLLM, 2 for bad usage or back end."""
+    """Runs the command.
+
+    Returns 0 on success, 1 on failure, 2 for bad usage or an unusable back end, or 3 if vLLM is
+    missing.
+    """
     if args.trace is not None and (what := _takes_no_trace(args)):
         text = f"{what} generates its own requests: omit --trace {args.trace}"
         print(f"vmem bench: {text}", file=sys.stderr)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Common code of the parts of `vmem bench vllm`: engines, requests and rows."""
+"""Code shared by the parts of `vmem bench vllm`: engines, requests and rows."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ __all__ = [
 ]
 
 ARMS = {"stock": "stock", "elastic": "elastic", "stock again": "stock"}
-"""The arms in the order of a round, with their engines; the first arm is the reference."""
+"""The arms in the order of a round, and the engine of each; the first arm is the reference."""
 
 MIB = 1 << 20
 GIB = 1 << 30
 REST = 8.0
-"""Seconds that memory may take to be returned."""
+"""The time in seconds that an engine may take to return its memory."""
 
 
 class Book:
-    """The rows of a part, rebuilt and written whenever there are new results."""
+    """The rows of a part, which are rebuilt and written whenever there are new results."""
 
     def __init__(self, command: Command, part: Part, rows: Callable[[Part], None]) -> None:
         self.command, self.part, self._rows = command, part, rows
@@ -56,17 +56,17 @@ class Book:
 
 
 def samples_of(rounds: list[list[float]]) -> Samples:
-    """Converts rounds in seconds to samples in nanoseconds, as rows need them."""
+    """Converts rounds of seconds to samples in nanoseconds, the unit that rows need."""
     return Samples([[one * 1e9 for one in each] for each in rounds if each])
 
 
 def count_same(mine: list[list[int]], other: list[list[int]]) -> int:
-    """Returns the number of equal answers."""
+    """Returns how many answers are equal in both lists."""
     return sum(a == b for a, b in zip(mine, other, strict=True))
 
 
 def requests_of(command: Command, count: int, longest: int) -> list[Arrival]:
-    """Returns the trace's requests or synthetic requests; in a quick run, tiny requests."""
+    """Returns requests from the trace or synthetic ones; in a quick run, tiny ones."""
     return tiny(min(count, 6)) if command.quick else arrivals(command.args.trace, count, longest)
 
 
@@ -76,12 +76,12 @@ def kv_memory(command: Command, default: int) -> int:
 
 
 def offloading(nbytes: int) -> dict[str, Any]:
-    """Returns the options of an engine with `nbytes` of host memory for prefixes."""
+    """Returns vLLM options for `nbytes` bytes of host memory for prefixes."""
     return {"kv_offloading_size": nbytes / GIB, "kv_offloading_backend": "native"}
 
 
 def open_fleet(command: Command, *, max_num_seqs: int = 0, **options: Any) -> Fleet:
-    """Opens a fleet of the command's shape; in a quick run, its engines are tiny."""
+    """Opens a fleet of engines with the command's model shape, or tiny ones in a quick run."""
     args, quick = command.args, command.quick
     return Fleet(
         command,
@@ -95,7 +95,7 @@ def open_fleet(command: Command, *, max_num_seqs: int = 0, **options: Any) -> Fl
 
 
 def plans_of(args: argparse.Namespace, memory: int) -> dict[str, Plan]:
-    """Returns a stock and an elastic plan; with ``--beside``, a third with that page size."""
+    """Returns a stock and an elastic plan, and with ``--beside`` one with that page size."""
     plans = {"stock": Plan(False, memory), "elastic": Plan(True, memory)}
     if args.beside:
         env = {"VMEM_PAGE_SIZE": str(args.beside)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Engines of `vmem bench vllm`: model shapes, vLLM's options, and processes started together."""
+"""Engines of `vmem bench vllm`: model shapes, vLLM's options and the engines' processes."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ __all__ = [
 ]
 
 LONGEST = 4096
-"""Tokens of the longest request, unless a fleet allows longer ones."""
+"""The maximum number of tokens in a request, unless a fleet has another maximum."""
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-"""Configuration fields common to all models of this architecture."""
+"""The configuration fields that all models of this architecture share."""
 
 _LLAMA_3: dict[str, Any] = {
     **LLAMA,
@@ -81,7 +81,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "attention_bias": False,
     },
-    # Latent attention and experts: the first 12 of 27 layers, so that two engines fit.
+    # Latent attention and experts. Only the first 12 of 27 layers, so that two engines fit.
     "DeepSeek-V2-Lite": {
         "architectures": ["DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v2",
@@ -114,7 +114,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "attention_bias": False,
     },
-    # Three gated delta net layers per attention layer; 12 of 48 layers, 64 of 512 experts.
+    # Three gated delta net layers per attention layer. Only 12 of 48 layers and 64 of 512 experts.
     "Qwen3-Next": {
         "architectures": ["Qwen3NextForCausalLM"],
         "model_type": "qwen3_next",
@@ -165,7 +165,11 @@ class TimeUp(RuntimeError):
 
 @contextmanager
 def until_time_up(part: Part) -> Iterator[None]:
-    """Keeps a part's rows when the deadline interrupts it. TimeUp: there are no rows."""
+    """Ends a part at the deadline and keeps its rows.
+
+    Raises:
+        TimeUp: the deadline passed before the part had any rows.
+    """
     try:
         yield
     except TimeUp as error:
@@ -176,13 +180,13 @@ def until_time_up(part: Part) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Plan:
-    """Options of an engine to start.
+    """The options of an engine to start.
 
     Attributes:
-        elastic: use the elastic pool.
-        kv_memory: bytes of the KV cache; for an elastic engine, of its address range.
-        options: options for vLLM, in addition to `Fleet`'s.
-        env: environment variables of its process.
+        elastic: whether to use the elastic pool.
+        kv_memory: size of the KV cache in bytes; for an elastic engine, of its address range.
+        options: options for vLLM, in addition to those of the `Fleet`.
+        env: environment variables of the engine's process.
     """
 
     elastic: bool
@@ -192,7 +196,7 @@ class Plan:
 
 
 class Engine:
-    """A running engine: `send` gives it an order, `wait` returns the answer."""
+    """A running engine. `send` gives it an order, and `wait` returns the answer."""
 
     def __init__(self, name: str, process: subprocess.Popen[str], answers: Any, log: Path) -> None:
         self.name, self.process, self.log = name, process, log
@@ -206,7 +210,7 @@ class Engine:
         self._said.put("")
 
     def send(self, **what: Any) -> None:
-        """Sends an order."""
+        """Sends an order without waiting for the answer."""
         assert self.process.stdin is not None
         try:
             print(json.dumps(what), file=self.process.stdin, flush=True)
@@ -231,7 +235,11 @@ class Engine:
         return WrongResult(f"the engine {self.name} exited: " + " | ".join(end))
 
     def wait(self, deadline: Deadline) -> dict[str, Any]:
-        """Returns the next answer. TimeUp: no answer arrived before the deadline."""
+        """Returns the next answer.
+
+        Raises:
+            TimeUp: no answer arrived before the deadline.
+        """
         answer = self.receive(deadline.left)
         if answer is None:
             raise TimeUp(
@@ -241,7 +249,7 @@ class Engine:
 
 
 def kill_group(process: subprocess.Popen[Any]) -> None:
-    """Kills a process that leads a session, and all processes of its group."""
+    """Kills a process that leads a session, together with its process group."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -250,18 +258,20 @@ def kill_group(process: subprocess.Popen[Any]) -> None:
 class Fleet:
     """Engines of one shape that run together on one device, until the end of the ``with`` block.
 
-    All have the same random weights. They share a private ledger, in a temporary directory that is
+    All have the same random weights. They share a private ledger in a temporary directory, which is
     removed with them.
 
     Args:
         command: the run's command.
         shape: the model's shape, one of `SHAPES`.
-        ranks: ranks of an engine with tensor parallelism, one GPU each.
-        stages: stages of an engine with pipeline parallelism, each on `ranks` GPUs.
-        block_size: tokens of a vLLM block; 32 on the CPU, which needs a multiple of 32.
-        max_num_seqs: maximum concurrent requests of an engine; 0: 128, 8 in a quick run.
-        longest: tokens of the longest request, prompt and answer; 0: `LONGEST`, 512 in a quick run.
-        options: vLLM options of every engine.
+        ranks: number of tensor-parallel ranks per engine, one GPU each.
+        stages: number of pipeline-parallel stages per engine, each on `ranks` GPUs.
+        block_size: tokens per vLLM block; ignored on the CPU, where it is 32.
+        max_num_seqs: maximum number of concurrent requests per engine; 0 for 128, or for 8 in a
+            quick run.
+        longest: maximum number of tokens in a prompt and its answer; 0 for `LONGEST`, or for 512 in
+            a quick run.
+        options: vLLM options for every engine.
     """
 
     def __init__(
@@ -311,12 +321,12 @@ class Fleet:
 
     @property
     def vocabulary(self) -> int:
-        """Number of token ids."""
+        """The number of token ids."""
         return int(self.shape["vocab_size"])
 
     @property
     def block_bytes(self) -> int:
-        """Size of a block in all layers, in bytes."""
+        """The size of a block in all layers, in bytes."""
         row = 2 * self.shape["num_key_value_heads"] * self.shape["head_dim"]
         item = 4 if self.command.quick else 2
         return int(self.block_size * row * item * self.shape["num_hidden_layers"])
@@ -338,9 +348,10 @@ class Fleet:
         if self.command.backend == "host":
             options["enforce_eager"] = True
         else:
-            # The KV cache's size is set explicitly; vLLM only checks that this share is free.
+            # vLLM only checks that this share of memory is free, as the KV cache's size is given.
             options["gpu_memory_utilization"] = 0.5 / count
-            # CUDA graphs for decoding, as in serving. No compiler: it takes longer than the runs.
+            # CUDA graphs for decoding, as in serving, but no compiler, which would take longer than
+            # the runs.
             sizes = [1, 2, 4, *range(8, 129, 8), *range(144, self.max_num_seqs + 1, 16)]
             options["compilation_config"] = {
                 "mode": 0,
@@ -364,7 +375,11 @@ class Fleet:
         return new
 
     def _check(self, name: str, plan: Plan, said: Mapping[str, Any]) -> None:
-        """WrongResult: a ready engine does not run the scheduler of its plan."""
+        """Checks that a ready engine runs the scheduler of its plan.
+
+        Raises:
+            WrongResult: it runs another scheduler.
+        """
         scheduler = said["scheduler"]
         self.command.show(f"{name}: ready, scheduler {scheduler}")
         if ("Elastic" in scheduler) != plan.elastic:
@@ -413,7 +428,7 @@ class Fleet:
         return Engine(name, process, os.fdopen(read, encoding="utf-8"), log)
 
     def stop(self, names: Iterable[str]) -> None:
-        """Stops engines; their device memory is free when this returns."""
+        """Stops engines. Their device memory is free when this method returns."""
         for name in names:
             del self.engines[name]
             self._ends.pop(name)()
@@ -429,7 +444,10 @@ class Fleet:
         look: Callable[[], None] = lambda: None,
         every: float = 0.05,
     ) -> dict[str, dict[str, Any]]:
-        """Gives each of several engines an order; calls `look` regularly until all answer."""
+        """Gives several engines an order each, and waits for all answers.
+
+        While it waits, calls `look` about every `every` seconds.
+        """
         for name, what in orders.items():
             self.engines[name].send(**what)
         answers: dict[str, dict[str, Any]] = {}
@@ -473,12 +491,16 @@ class Fleet:
         return found
 
     def used(self, name: str) -> int:
-        """Returns an engine's bytes according to the ledger."""
+        """Returns the bytes that an engine uses, by the ledger."""
         one = self.booked().get(name)
         return one.used if one is not None else 0
 
     def rest(self, seconds: float, step: float = 0.02) -> list[tuple[float, int | None, int]]:
-        """Samples memory for `seconds`: time since the start, free bytes, bytes in the ledger."""
+        """Samples memory for `seconds`.
+
+        Returns samples of the time since the start, the free bytes, and the bytes that all engines
+        use by the ledger.
+        """
         began, found = time.monotonic(), []
         while (now := time.monotonic() - began) < seconds and self.command.deadline.allows():
             found.append((now, self.free(), sum(one.used for one in self.booked().values())))

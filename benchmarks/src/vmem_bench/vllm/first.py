@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: MIT
 """The parts ``first`` and ``cost`` of `vmem bench vllm`: a user's wait, and the host's work.
 
-``first``: time to first token of an idle engine. An elastic engine has freed its memory by then,
-and must map memory for the prompt. Engines take turns in alternating order, each after the same
-idle period; while one answers, the others are idle.
+``first`` measures the time to first token of an idle engine. An elastic engine has freed its memory
+by then, and must map memory for the prompt. Engines take turns in alternating order, each after the
+same idle period; while one answers, the others are idle.
 
-``cost``: the time that an elastic engine's process spends in the pool's code in a decode step,
-timed at the code's entry points. A comparison of two engines' steps would not show it, because
-steps vary more than that from run to run.
+``cost`` measures the time that an elastic engine's process spends in the pool's code in a decode
+step, timed at the code's entry points. A comparison of the steps of two engines would not show it,
+because steps vary by more than this time from run to run.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ PROMPTS = (2048, 16_384, 65_536)
 """Lengths of the prompts in tokens."""
 
 REST = 2.6
-"""Seconds without a request: VMEM_IDLE plus the time to free a GPU's memory."""
+"""The idle period in seconds: VMEM_IDLE plus the time to free a GPU's memory."""
 
-_RUNNING = (64, 256)  # numbers of decoding requests
+_RUNNING = (64, 256)  # the numbers of decoding requests to try
 
 
 def measure_first(command: Command, part: Part) -> None:
@@ -50,7 +50,7 @@ def _first(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan]
     fleet.start(plans)
     base, *others = plans
     found: dict[tuple[int, str], list[float]] = {}
-    for arm in plans:  # warm-up: the first request of a size includes one-time work of torch
+    for arm in plans:  # warm-up: the first request of a size includes one-time work in torch
         for tokens in prompts:
             fleet.order(arm, **one_prompt(tokens, fleet.vocabulary, 1).order())
     seed = 2
@@ -79,7 +79,7 @@ def _first(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan]
 
 
 def one_prompt(tokens: int, vocabulary: int, seed: int) -> Load:
-    """Returns a request with a prompt of `tokens` random tokens, for four new tokens."""
+    """Returns a load of one request, with a prompt of `tokens` random tokens and 4 new tokens."""
     return Load.of([Arrival(0.0, Request(tokens, 4))], vocabulary, seed)
 
 
@@ -90,7 +90,7 @@ def measure_cost(command: Command, part: Part) -> None:
 
 
 def _cost(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan]) -> None:
-    """Adds the microseconds in the pool's code in each step that only decodes."""
+    """Adds the time that each decode step spends in the pool's code, for every elastic engine."""
     elastic = {arm: plan for arm, plan in plans.items() if plan.elastic}
     fleet.start(elastic)
     draw = random.Random(5)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""The part ``full`` of `vmem bench vllm`: engines on a full GPU, one at a time, restarted.
+"""The part ``full`` of `vmem bench vllm`: engines that fill the GPU, one at a time.
 
-Two identical engines that run side by side differ by several percent in every round: processes
-differ, whatever the pool. So each engine has the GPU to itself, serves a load that fills its KV
-cache, idles, serves the load again, and is stopped. Arms alternate (stock, elastic, elastic,
-stock), so that drift of the machine affects both equally. At the start of either load, the elastic
-engine has almost nothing mapped. The first load of a process includes one-time work of torch and
-the driver, so it has separate rows. A ratio is the mean over neighbouring engines, with its
-confidence interval.
+Two identical engines that run side by side differ by several percent in every round, because
+processes differ whatever the pool. So each engine has the GPU to itself, serves a load that fills
+its KV cache, idles, serves the load again, and is stopped. Arms alternate (stock, elastic, elastic,
+stock), so that a drift of the machine's speed affects both equally. At the start of either load,
+the elastic engine has almost nothing mapped. The first load of a process includes one-time work in
+torch and the driver, so it has separate rows. A ratio is the mean over pairs of adjacent engines,
+with its confidence interval.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["add_ratio", "compare", "filling", "interval", "measure", "there_and_
 _FILLED = 0.96  # share of the KV cache in use at the end of the load
 _ENDING = 8.0  # seconds allowed for stopping an engine
 _REST = 3.0  # seconds between the loads, in which an elastic engine frees its memory
-# Student's t for 95 % confidence, by degrees of freedom.
+# Student's t for 95 % confidence, for 1, 2, ... degrees of freedom.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
@@ -48,13 +48,13 @@ def filling(
     """Returns requests, all due at the start, that fill `memory` by the time they finish.
 
     Args:
-        memory: bytes of the KV cache.
-        token_bytes: bytes of a token in all layers.
+        memory: size of the KV cache in bytes.
+        token_bytes: size of a token's keys and values in all layers.
         count: number of requests.
-        output: tokens that each request generates.
-        longest: maximum tokens of a request, prompt and answer.
+        output: number of tokens that each request generates.
+        longest: maximum number of tokens in a prompt and its answer.
         vocabulary: number of token ids.
-        seed: seed of the prompts and of their lengths, which vary by a tenth.
+        seed: random seed for the prompts and their lengths, which vary by a tenth.
 
     Raises:
         InvalidArgument: the memory is too small for `count` requests, or too large.
@@ -86,15 +86,15 @@ def filling(
 
 
 def there_and_back(arms: Sequence[str], each: int) -> Iterator[str]:
-    """Yields arms forwards, then backwards, and so on, until each has had `each` turns."""
+    """Yields the arms in order, then in reverse order, and so on; each gets `each` turns."""
     for number in range(each):
         yield from arms if number % 2 == 0 else reversed(arms)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the mean and half the width of its 95 % confidence interval.
+    """Returns the mean of the values, and half the width of its 95 % confidence interval.
 
-    The width is infinite for a single value.
+    The width is infinite if there is only one value.
     """
     mean = statistics.fmean(values)
     if len(values) < 2:
@@ -104,7 +104,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def add_ratio(part: Part, row: str, what: str, arm: str, ratios: Sequence[float]) -> None:
-    """Adds a row with the mean of `ratios` and its interval."""
+    """Adds a row with the mean of `ratios` and its confidence interval."""
     mean, half = interval(ratios)
     part.value(
         row,
@@ -124,10 +124,10 @@ class _Turn:
     Attributes:
         rate: new tokens per second over the whole load.
         started: new tokens per second of the first load.
-        steps: seconds of the decode steps in which every request runs.
+        steps: durations in seconds of the decode steps in which every request runs.
         waited: share of the load's time in which the host waited for the GPU.
         rest: bytes of KV cache mapped before the load; 0 for a stock engine.
-        mapped: peak bytes mapped during the load; 0 for a stock engine.
+        mapped: peak number of bytes mapped during the load; 0 for a stock engine.
         answers: token ids of both loads.
     """
 
@@ -156,7 +156,7 @@ class _Turn:
 
 
 def measure(command: Command, part: Part) -> None:
-    """Runs the part."""
+    """Runs the part ``full``."""
     args = command.args
     memory = args.kv_memory or (2 * MIB if command.quick else 48 * GIB)
     with open_fleet(command, max_num_seqs=args.requests, enable_prefix_caching=False) as fleet:
@@ -164,7 +164,7 @@ def measure(command: Command, part: Part) -> None:
 
 
 def compare(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan]) -> None:
-    """Runs the arms of `plans` in turn; the first is the reference for the others."""
+    """Runs the engines of `plans` in turn; the first plan is the reference for the others."""
     args, quick = command.args, command.quick
     memory = next(iter(plans.values())).kv_memory
     token_bytes = fleet.block_bytes // fleet.block_size
@@ -253,7 +253,7 @@ def _rows(part: Part, turns: Mapping[str, list[_Turn]], memory: int) -> None:
             continue
         rates = [mine.rate / other.rate for mine, other in pairs]
         started = [mine.started / other.started for mine, other in pairs]
-        # Inverse of the times: as for rates, a ratio above 1 means faster.
+        # The inverse of the times, so that a ratio above 1 means faster, as it does for rates.
         speeds = [
             statistics.median(other.steps) / statistics.median(mine.steps) for mine, other in pairs
         ]

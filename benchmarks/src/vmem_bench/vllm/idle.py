@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The part ``idle`` of `vmem bench vllm`: the memory an idle engine keeps, and for how long."""
+"""The part ``idle`` of `vmem bench vllm`: how much memory an idle engine keeps, and how long."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["measure"]
 
 
 def measure(command: Command, part: Part) -> None:
-    """Runs the part."""
+    """Runs the part ``idle``."""
     args, quick = command.args, command.quick
     with open_fleet(command) as fleet:
         cap = (8 if quick else 1000) * fleet.block_bytes
         memory = kv_memory(command, 16 * GIB)
         env = {"VMEM_PREFIX": str(cap)}
-        if command.backend == "host":  # the device's size, which the ledger cannot query
+        if command.backend == "host":  # the ledger cannot query the device's size there
             env["VMEM_CAPACITY"] = str(memory)
         count = min(args.requests, 12) if quick else args.requests
         load = idle_footprint(count, fleet.vocabulary, 96, 0.1 if quick else 1.0)
@@ -43,7 +43,7 @@ def measure(command: Command, part: Part) -> None:
         arms = args.arms or list(plans)
         fleet.start({arm: plan for arm, plan in plans.items() if arm in arms})
         few = Load(load.prompts[:4], load.tokens[:4], load.at[:4])
-        fleet.order("elastic", **few.order())  # makes torch allocate its own memory
+        fleet.order("elastic", **few.order())  # a warm-up in which torch allocates its own memory
         fleet.order("elastic", forget=True)
         fleet.rest(2 if quick else 4)
         found["before"] = fleet.free(), fleet.order("elastic", state=True)
@@ -80,7 +80,7 @@ def _idle_rows(part: Part, found: dict[str, Any], cap: int) -> None:
         at = next(at for at, _, used in seen if used == least)
         part.value("settled", "time until the last page was returned", "elastic", at, "s")
     else:
-        # Slabs that the engine held before the load, for the null block and pages kept ready.
+        # The slabs that the engine held before the load, for the null block and pages kept ready.
         own = before["ranks"][0]["slab_bytes"]
         torch, held = after["torch"] - before["torch"], free - now
         kv = held - torch + own
@@ -102,9 +102,9 @@ def _idle_rows(part: Part, found: dict[str, Any], cap: int) -> None:
 
 
 def _need_of_another(fleet: Fleet, capacity: int) -> dict[str, tuple[str, float, str]]:
-    """Joins the ledger as an engine that needs all memory; times its grant and its allocation.
+    """Joins the ledger as an engine that needs all memory, and times the grant and the allocation.
 
-    `capacity`: bytes of all engines together; used only without a GPU.
+    `capacity`: memory of all engines together, in bytes; used only without a GPU.
     """
     (device,) = devices(fleet.ledger)
     account = Ledger(device, folder=fleet.ledger).join(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The part ``limit`` of `vmem bench vllm`: a limit on every device, lowered while requests run."""
+"""The part ``limit`` of `vmem bench vllm`: a limit that is lowered while requests run."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def measure(command: Command, part: Part) -> None:
     """Lowers a limit on every device below the memory that requests hold, while they run."""
     args = command.args
     found: dict[str, Any] = {}
-    waited: dict[str, float] = {}  # seconds until a device's memory was within the limit
-    later: dict[str, int] = {}  # peak bytes mapped on a device once it was within the limit
+    waited: dict[str, float] = {}  # seconds until each device's memory was within the limit
+    later: dict[str, int] = {}  # peak bytes mapped on each device once it was within the limit
 
     def rows(part: Part) -> None:
         for name, (what, value, unit) in found.items():
@@ -34,7 +34,7 @@ def measure(command: Command, part: Part) -> None:
             what = f"peak from then on, on device {n}"
             part.value(f"most/{n}", what, "elastic", later[device], "bytes", device=device)
 
-    # A third of the requests at a time, so that others still wait when the limit is lowered.
+    # Only a third of the requests run at a time, so that others wait when the limit is lowered.
     most = max(2, args.requests // 3)
     with open_fleet(command, max_num_seqs=most, enable_prefix_caching=False) as fleet:
         book = Book(command, part, rows)

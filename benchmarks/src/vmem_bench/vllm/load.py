@@ -28,7 +28,7 @@ __all__ = ["measure"]
 
 
 def measure(command: Command, part: Part) -> None:
-    """Runs the part."""
+    """Runs the part ``load``."""
     args = command.args
     plans = plans_of(args, kv_memory(command, 16 * GIB))
     arms = {**ARMS, **{name: name for name in plans if name not in ARMS}}
@@ -127,7 +127,7 @@ def _load_rows(part: Part, row: str, arm: str, found: list[Heard], base: list[He
 
 
 def _rest(fleet: Fleet, end: dict[str, Any]) -> None:
-    """Measures how long freeing memory takes after the last request, and how much stays mapped."""
+    """Measures how long the idle elastic engine takes to free memory, and what stays mapped."""
     end["loaded"] = fleet.free()
     end["busy"] = fleet.order("elastic", state=True)
     fleet.rest(1.5 if fleet.command.quick else 3)
@@ -163,11 +163,11 @@ def _rest_rows(part: Part, end: dict[str, Any]) -> None:
 
 
 def _check_ranks(end: dict[str, Any]) -> None:
-    """Checks that all ranks have mapped the same pages and that their records are consistent."""
+    """Raises WrongResult if ranks have mapped different pages or their records are inconsistent."""
     for when in ("busy", "kept", "state"):
         mapped = [rank["mapped_bytes"] for rank in end[when]["ranks"]]
         if end[when]["wrong"]:
             raise WrongResult(f"inconsistent records: {end[when]['wrong'][0]}")
-        # Right after a load one rank may have unmapped more than another.
+        # Right after a load, one rank may have unmapped more than another.
         if when != "busy" and len(set(end[when]["maps"])) != 1:
             raise WrongResult(f"the ranks have mapped different pages: {mapped} bytes of them")

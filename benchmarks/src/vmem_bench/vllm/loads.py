@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 _SEED = 5
-_CALM = 0.1  # rate between bursts, relative to the rate in a burst
+_CALM = 0.1  # the rate between bursts, relative to the rate in a burst
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Load:
     """Requests for one engine.
 
     Attributes:
-        prompts: token ids of each request.
+        prompts: token ids of each request's prompt.
         tokens: number of tokens that each request generates.
-        at: arrival times, in seconds from the start.
+        at: arrival times, in seconds since the start.
         most: maximum number of requests in flight; 0 for no limit.
     """
 
@@ -60,9 +60,9 @@ class Load:
         return cls(prompts, [one.request.output for one in found], [one.at for one in found])
 
     def order(self, begin: float = 0.0) -> dict[str, Any]:
-        """Returns arguments for `Engine.send`.
+        """Returns the arguments for `Engine.send`.
 
-        begin: a monotonic time, or 0 for the time at which the order arrives.
+        begin: the load's start as a monotonic time; 0 to start when the order arrives.
         """
         return {
             "load": self.prompts,
@@ -78,9 +78,9 @@ class Heard:
     """An engine's answer to a load.
 
     Attributes:
-        answers: token ids of each request.
+        answers: token ids of each request's answer.
         first: seconds from each request's due time to its first token.
-        gaps: seconds between the tokens of a request, for all requests.
+        gaps: seconds between successive tokens, for all requests together.
         rate: new tokens per second, from the first request's due time to the last token.
         seconds: seconds from the start to the last token.
     """
@@ -93,7 +93,7 @@ class Heard:
 
     @classmethod
     def of(cls, load: Load, answer: dict[str, Any]) -> Heard:
-        """Evaluates the answer of an engine's process."""
+        """Evaluates an engine's answer to the load."""
         due = answer["added"] if load.most else load.at
         times: list[list[float]] = answer["times"]
         first = [one[0] - at for one, at in zip(times, due, strict=True)]
@@ -103,14 +103,14 @@ class Heard:
         return cls(answer["answers"], first, gaps, made / (end - min(load.at)), end)
 
     def p(self, fraction: float) -> float:
-        """Returns a percentile of `first`."""
+        """Returns a percentile of `first`, such as 0.99."""
         return percentile(sorted(self.first), fraction)
 
 
 def arrivals(trace: Path | None, count: int, longest: int) -> list[Arrival]:
-    """Returns a trace's first requests that fit, or synthetic requests like Azure's.
+    """Returns the first `count` requests of a trace that fit, or synthetic ones like Azure's.
 
-    One request arrives per second on average.
+    On average, one request arrives per second.
 
     Raises:
         InvalidArgument: no request fits, or the trace cannot be read.
@@ -129,7 +129,10 @@ def arrivals(trace: Path | None, count: int, longest: int) -> list[Arrival]:
 
 
 def tiny(count: int) -> list[Arrival]:
-    """Returns requests for a tiny model: 17 to 82 tokens, 9 to 14 new tokens, 1 per second."""
+    """Returns requests for a tiny model, with prompts of 17 to 82 tokens and 9 to 14 new tokens.
+
+    On average, one request arrives per second.
+    """
     requests = [Request(17 + 13 * (i % 6), 9 + i % 6) for i in range(count)]
     return at_rate(poisson(requests, 1.0, _SEED), 1.0)
 
@@ -147,18 +150,18 @@ def _moved(one: Arrival, at: float) -> Arrival:
 
 
 def later(found: Sequence[Arrival], seconds: float) -> list[Arrival]:
-    """Returns the same requests, `seconds` later, or earlier if negative."""
+    """Returns the same requests, moved by `seconds` (to earlier times if negative)."""
     return [_moved(one, one.at + seconds) for one in found]
 
 
 def in_turns(
     found: Sequence[Arrival], engines: int, rate: float, seconds: float, period: float
 ) -> list[list[Arrival]]:
-    """Returns `seconds` of requests per engine; the engines have bursts one after another.
+    """Returns requests of `seconds` for each engine; the engines' bursts follow one another.
 
-    A burst lasts `period` / `engines` seconds. During it, requests arrive at `rate` per
-    second, spaced as in the trace; between bursts they arrive at a tenth of that rate. Each engine
-    gets a different part of the trace.
+    A burst lasts `period` / `engines` seconds. During a burst, `rate` requests arrive per second,
+    spaced as in the trace; between bursts they arrive at a tenth of that rate. Each engine gets a
+    different part of the trace.
     """
     share = len(found) // engines
     loads: list[list[Arrival]] = []
@@ -177,7 +180,7 @@ def in_turns(
 
 
 def climb(engines: int, peak: float, output: int, prompt: int = 256) -> list[list[Arrival]]:
-    """Returns kvcached's ramps: the rate rises by 1/s every second to `peak`, then falls again.
+    """Returns kvcached's ramps: the rate rises by 1/s every second up to `peak`, then falls.
 
     The engines start two and a quarter ramps apart, so that their peaks do not coincide.
     """
@@ -195,8 +198,9 @@ def climb(engines: int, peak: float, output: int, prompt: int = 256) -> list[lis
 def idle_footprint(count: int, vocabulary: int, most: int, scale: float = 1.0) -> Load:
     """Returns kvcached's workload for an engine that becomes idle, from its published numbers.
 
-    16 hot prefixes of 128 tokens with suffixes of 64; cold prompts of 192 to 1,024 tokens; 3 of 10
-    prompts are hot; 16 to 256 new tokens. `scale` shortens all lengths.
+    Of 10 prompts, 3 are hot: they start with one of 16 prefixes of 128 tokens and end with a suffix
+    of 64. Cold prompts have 192 to 1,024 tokens. Answers have 16 to 256 tokens. `scale` multiplies
+    all lengths.
     """
     draw = random.Random(1234)
 

@@ -5,13 +5,13 @@ A stock and an elastic engine take turns in alternating order. Both have vLLM's 
 ``--connector``, its tiering (with a folder as the tier below host memory) or LMCache. A prompt is
 computed and stored; then the engine drops its prefixes, idles, and gets the prompt again. An idle
 elastic engine frees its memory, so its second answer waits for pages as well as for the copy. Bytes
-per second count only the copies, as each engine reports them to vLLM, which LMCache does not. Both
-engines get the same prompts, and their answers must be identical, separately for computed and for
-loaded prompts. (With bfloat16, any engine may answer a prompt differently when it is loaded, since
-its last tokens are then computed in a smaller batch.)
+per second count only the copies, as each connector reports them to vLLM; LMCache does not report
+them. Both engines get the same prompts, and their answers must be identical, separately for
+computed and for loaded prompts. (With bfloat16, any engine may answer a prompt differently when it
+is loaded, since its last tokens are then computed in a smaller batch.)
 
-Then requests decode while no other prompts arrive, while prompts arrive that are loaded from host
-memory, and while prompts arrive that are computed.
+Afterwards, requests decode while no other prompts arrive, while prompts arrive that are loaded from
+host memory, and while prompts arrive that are computed.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from vmem_bench.vllm.loads import Heard, Load
 
 __all__ = ["measure"]
 
-_PREFIXES = (3072, 16_384, 65_536)  # lengths of the prompts in tokens
+_PREFIXES = (3072, 16_384, 65_536)  # prompt lengths in tokens
 _DECODING, _ARRIVING, _GAP = (
     16,
     8,
     0.3,
-)  # requests that decode and that arrive; seconds between arrivals
+)  # numbers of requests that decode and that arrive; seconds between arrivals
 
 
 def measure(command: Command, part: Part) -> None:
-    """Runs the part."""
+    """Runs the part ``offload``."""
     memory = kv_memory(command, 10 * GIB)
     longest = 0 if command.quick else max(_PREFIXES) + 16
     host = command.args.offload or (64 * MIB if command.quick else 24 * GIB)
@@ -149,9 +149,9 @@ def _compare(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Pla
 
 
 def _pair(fleet: Fleet, arm: str, tokens: int, seed: int) -> tuple[Heard, Heard, tuple[int, ...]]:
-    """Returns a prompt's answers, computed and then loaded, and the load's `_in_driver`.
+    """Returns the answers to a prompt that is computed and then loaded, and the driver's work.
 
-    The engine idles before the load.
+    The engine idles before the load. The driver's work is what the load adds to `_in_driver`.
     """
     load = one_prompt(tokens, fleet.vocabulary, seed)
     computed = Heard.of(load, fleet.order(arm, **load.order()))
@@ -165,7 +165,7 @@ def _pair(fleet: Fleet, arm: str, tokens: int, seed: int) -> tuple[Heard, Heard,
 
 
 def _in_driver(fleet: Fleet, arm: str) -> tuple[int, ...]:
-    """Returns an engine's first rank's nanoseconds in the driver, and its number of map calls."""
+    """Returns the nanoseconds that the first rank has spent in the driver, and its map calls."""
     ranks = fleet.order(arm, state=True).get("ranks", [])
     return tuple(ranks[0][name] for name in ("driver_ns", "map_calls")) if ranks else ()
 
@@ -177,7 +177,7 @@ def _forget(fleet: Fleet, arm: str) -> None:
 
 
 def _beside(fleet: Fleet, arm: str, tokens: int, seed: int, quick: bool) -> dict[str, list[float]]:
-    """Returns the gaps between decoding requests' tokens, by the kind of prompts that arrive."""
+    """Returns the gaps between decoding requests' tokens, by the kind of prompt that arrives."""
     output = 48 if quick else 400
 
     def some(count: int, length: int, number: int) -> Load:

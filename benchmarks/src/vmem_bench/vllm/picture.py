@@ -19,10 +19,10 @@ from pyvmem.plumbing.paths import existing_file, written
 __all__ = ["PARTS", "digest", "draw", "main", "series"]
 
 PARTS = ("share", "prefixes")
-"""Parts of `vmem bench vllm` with a series of memory."""
+"""The parts of `vmem bench vllm` whose results contain memory over time."""
 _PALETTE = ("#4477aa", "#ee6677", "#228833", "#ccbb44")
 _GB = 1 << 30
-_POINTS = 400  # maximum number of points of a line
+_POINTS = 400  # maximum number of points in a line
 
 
 def series(seen: list[list[float]]) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def series(seen: list[list[float]]) -> dict[str, Any]:
 
     Args:
         seen: samples, each with the seconds since the first request, the device's free bytes, and
-            the bytes of each engine.
+            the bytes that each engine uses.
     """
     after = [one for one in seen if one[0] >= 0]
     points = [[one[0], sum(one[2:]), *one[2:]] for one in after[:: -(-len(after) // _POINTS) or 1]]
@@ -40,7 +40,7 @@ def series(seen: list[list[float]]) -> dict[str, Any]:
 
 
 def _rows(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the series to draw, by id.
+    """Returns the rows to draw by name.
 
     Raises:
         ValueError: the document has no series of memory.

@@ -2,15 +2,15 @@
 """The part ``prefixes`` of `vmem bench vllm`: engines take turns, and their prefixes do not fit.
 
 Each engine has its own set of prompts, whose keys and values need as much memory as all engines
-have together; with two engines that is twice an engine's part. The engines take turns: in its turn
-an engine gets each of its prompts once, in random order, with a new tail. The first turn computes
-the prompts. The tokens that later turns find in the cache, and their times to first token, are
-compared between four kinds of engine, only one of which runs at a time:
+have together; with two engines, that is twice an engine's part. The engines take turns. In its
+turn, an engine gets each of its prompts once, in random order and with a new tail. The first turn
+computes the prompts. The tokens that later turns find in the cache, and their times to first token,
+are compared between four kinds of engine, only one of which runs at a time:
 
     elastic+host   engines share the memory, and vLLM's offloading keeps prefixes in host memory
-    elastic        engines share the memory, which evicts prefixes when another engine needs it
-    static+host    stock vLLM with an equal part each, and offloading
-    static         stock vLLM with an equal part each
+    elastic        engines share the memory, and drop prefixes when another engine needs it
+    static+host    stock vLLM with an equal part of the memory each, and with offloading
+    static         stock vLLM with an equal part of the memory each
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class _Turns(NamedTuple):
     """The sizes of a run.
 
     Attributes:
-        tokens: tokens of a prompt.
-        tail: tokens at the end of a prompt, different in every request.
-        output: tokens that a request generates.
+        tokens: number of tokens in a prompt, without its tail.
+        tail: number of tokens in the tail, which is different in every request.
+        output: number of tokens that a request generates.
         rate: requests per second.
         pause: seconds between turns.
     """
@@ -60,7 +60,7 @@ class _Answer(NamedTuple):
 
     Attributes:
         heard: the answers of all turns.
-        cached: tokens of each request's prompt that were not computed.
+        cached: how many tokens of each request's prompt were not computed.
     """
 
     heard: Heard
@@ -68,7 +68,7 @@ class _Answer(NamedTuple):
 
 
 def turns(engines: int, count: int, prompts: int, sizes: _Turns, vocabulary: int) -> list[Load]:
-    """Returns a load per engine: each of its `count` turns has each of its prompts once."""
+    """Returns a load per engine, of `count` turns that each contain every prompt once."""
     found = []
     period = prompts / sizes.rate + sizes.pause
     for engine in range(engines):
@@ -133,7 +133,7 @@ def measure(command: Command, part: Part) -> None:
 def _run(
     fleet: Fleet, arm: str, memory: int, loads: Sequence[Load]
 ) -> tuple[list[_Answer], list[list[float]]]:
-    """Starts, runs and stops engines of one kind; returns answers and memory over time."""
+    """Starts, runs and stops engines of one kind; returns their answers and memory over time."""
     kind, _, host = arm.partition("+")
     count, args = len(loads), fleet.command.args
     options = offloading(args.offload or memory * 5 // 4) if host else {}

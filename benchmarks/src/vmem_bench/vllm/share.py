@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The part ``share`` of `vmem bench vllm`: alternating bursts, shared or static memory."""
+"""The part ``share`` of `vmem bench vllm`: alternating bursts, with shared or static memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["measure"]
 
 
 def measure(command: Command, part: Part) -> None:
-    """Compares elastic and stock engines; only one kind gets requests at a time."""
+    """Compares elastic and stock engines, of which only one kind gets requests at a time."""
     args, quick = command.args, command.quick
     count = args.engines
     arms = args.arms or ["shared", "static", "alone"]
@@ -60,7 +60,7 @@ def measure(command: Command, part: Part) -> None:
 
         def turn(arm: str, which: list[int], round_: int) -> None:
             kind = "static" if arm == "static" else "elastic"
-            # An engine that runs alone starts at once.
+            # An engine that runs alone gets its first request at once.
             early = bursts[which[0]][0].at if arm == "alone" else 0.0
             loads = {
                 f"{kind} {k}": Load.of(later(bursts[k], -early), fleet.vocabulary, 100 * round_ + k)
@@ -89,7 +89,7 @@ def measure(command: Command, part: Part) -> None:
             book.publish()
 
         def rounds(together: list[str], started: float, kinds_left: int) -> None:
-            """Runs rounds as long as each remaining kind has time to start and run a round."""
+            """Runs rounds while time remains for every later kind to start and run a round."""
             slowest = 0.0
             for round_ in range(args.rounds):
                 mark = time.monotonic()

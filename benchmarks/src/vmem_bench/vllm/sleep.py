@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The part ``sleep`` of `vmem bench vllm`: time to sleep and to wake, memory freed."""
+"""The part ``sleep`` of `vmem bench vllm`: the time to sleep and to wake, and the memory freed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["measure"]
 
 
 def measure(command: Command, part: Part) -> None:
-    """Runs engines that sleep in turn: only one is awake at a time, so they need not all fit."""
+    """Runs engines that sleep in turn. Only one is awake at a time, so they need not all fit."""
     args = command.args
     host = command.backend == "host"
     kinds = args.arms or ["elastic", "stock"]
@@ -67,7 +67,7 @@ def measure(command: Command, part: Part) -> None:
         def down(name: str, kind: str) -> None:
             there = seen(name)
             one = {"sleep": fleet.order(name, sleep=1)["seconds"]}
-            # Pages are unmapped in the background; until then no other process can use them.
+            # Pages are unmapped in the background, and other processes cannot use them until then.
             began, last = time.monotonic(), there
             while time.monotonic() - began < 1.0:
                 if seen(name) != last:
@@ -78,11 +78,11 @@ def measure(command: Command, part: Part) -> None:
 
         def turns(kind: str, names: list[str], options: dict[str, Any]) -> None:
             plans = {name: Plan(kind == "elastic", memory, options) for name in names}
-            if kind == "elastic":  # idle engines hold no keys and values, so all fit
+            if kind == "elastic":  # idle engines hold no keys or values, so all fit
                 fleet.start(plans)
             for (
                 name
-            ) in names:  # start stock engines one at a time: they might not fit if all were awake
+            ) in names:  # stock engines start one at a time: they might not fit if all were awake
                 if kind != "elastic":
                     fleet.start({name: plans[name]})
                 before[name] = Heard.of(load, fleet.order(name, **load.order())).answers

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Replaces SGLang's kernels, which exist for GPUs only; each raises when called.
+"""Replaces SGLang's kernels, which exist only for GPUs; each replacement raises when called.
 
-SGLang's CPU engine imports them by name, but runs a Llama without them.
+SGLang's CPU engine imports the kernels by name, but runs a Llama without them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __version__ = "0.0.0"
 
 
 class _Names:
-    """Replaces `scalar_types`: every attribute exists, and its value is its own name."""
+    """Replaces `scalar_types` by an object that has every attribute, with its name as its value."""
 
     def __getattr__(self, name: str) -> str:
         if name.startswith("__"):

@@ -12,7 +12,7 @@ __version__ = "0.0.0"
 
 
 class _Members(type):
-    """A class whose members are their own names."""
+    """The type of a class that has every member, with the member's name as its value."""
 
     def __getattr__(cls, name: str) -> str:
         if name.startswith("_"):
