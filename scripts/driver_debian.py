@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The driver's source from Debian's package nvidia-open-kernel-source."""
+"""Gets the driver's source from Debian's package nvidia-open-kernel-source."""
 
 from __future__ import annotations
 

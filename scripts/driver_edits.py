@@ -23,7 +23,7 @@ class Gone:
         shown: text that the header contains as long as the API exists.
         file: the driver's file that uses the API.
         old: the driver's code that uses the API.
-        new: replacement for that code.
+        new: the code that replaces it.
     """
 
     header: str

@@ -18,7 +18,7 @@ NODES = {"nvidia-uvm": 0, "nvidia-uvm-tools": 1}
 
 @dataclass(frozen=True)
 class Access:
-    """Owner and mode of a node."""
+    """The mode and the owner of a device node."""
 
     mode: int = 0o666
     user: int = 0
