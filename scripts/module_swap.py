@@ -237,7 +237,7 @@ class Swap:
             self.state_path.unlink(missing_ok=True)
 
     def unload(self) -> None:
-        """Unloads the patched module, and restores the stock module unless none was loaded before."""
+        """Unloads the patched module; restores the stock module unless none was loaded before."""
         access = remember_nodes(self.system)
         known = self.state_path.exists()
         expected = self.stock_expected()
