@@ -134,7 +134,7 @@ def check_includes() -> list[str]:
 
 
 def check_owners() -> list[str]:
-    """Checks that only api/ defines public functions, and that slab.c and pte.c own their state."""
+    """Checks that only api/ has public functions, and that no file changes another file's state."""
     problems = []
     changes = re.compile(
         rf"vm_bits_set\([^;]*->({STATES})\b|->({STATES})\[[^;=!<>]*\](\+\+|--| [|&+-]?= )"

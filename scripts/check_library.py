@@ -34,7 +34,7 @@ int main(void) {
 
 
 def output(*command: str | Path) -> str:
-    """Returns a command's output; exits if it fails."""
+    """Runs a command and returns its output; exits if it fails."""
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}")
@@ -42,7 +42,7 @@ def output(*command: str | Path) -> str:
 
 
 def difference(what: str, found: set[str], wanted: set[str]) -> list[str]:
-    """Reports each missing and each extra name."""
+    """Returns a message for each missing and each extra name."""
     missing = [f"{what}: {name} is missing" for name in sorted(wanted - found)]
     return missing + [f"{what}: {name} is not in vmem.h" for name in sorted(found - wanted)]
 

@@ -142,7 +142,7 @@ class Clone:
     path: Path
 
     def git(self, *words: str) -> bytes:
-        """Returns a git command's output."""
+        """Runs a git command in the clone and returns its output."""
         done = subprocess.run(["git", "-C", self.path, *words], capture_output=True, check=False)
         if done.returncode:
             said = done.stderr.decode(errors="replace").strip()
@@ -219,7 +219,7 @@ def check_steps(version: str) -> None:
 
 
 def sources(versions: list[str], given: list[Path]) -> list[tuple[str, Path]]:
-    """Returns the sources to check: the given sources, or those of every available version."""
+    """Returns the sources to check: the given ones, or those of the given or all built versions."""
     found = []
     for path in given:
         tree = kernel_open_below(path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Environments other than build/venv, for packages that need other versions or another Python."""
+"""Creates environments besides build/venv, for packages that need other versions or Pythons."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CANNOT = 77  # exit status if this machine cannot get the packages
 
 
 def ask(python: str | Path, program: str) -> str:
-    """Returns the output of a Python program."""
+    """Runs a program with a Python interpreter; returns its stripped output."""
     return subprocess.check_output([python, "-c", program], text=True).strip()
 
 

@@ -25,7 +25,7 @@ from kernel_tree import Tree, build_tree, headers_of, softgpu_folder
 
 __all__ = ["check_tree"]
 
-# Level 1 of the kernel's scripts/Makefile.extrawarn, including the default warnings it turns off.
+# Level 1 of the kernel's scripts/Makefile.extrawarn, including options that turn warnings off.
 WARNINGS = shlex.split(
     "-Wextra -Wunused -Wno-unused-parameter -Wmissing-declarations -Wmissing-format-attribute "
     "-Wmissing-prototypes -Wold-style-definition -Wmissing-include-dirs "

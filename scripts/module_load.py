@@ -33,7 +33,7 @@ DONE, REFUSED, FAILED, NOT_RESTORED = range(4)
 
 
 class Refused(Exception):
-    """Raised when loading or unloading is refused on this machine at present."""
+    """Raised when a load or unload is refused; nothing was changed."""
 
 
 @contextmanager
@@ -110,7 +110,7 @@ def stop(number: int, _frame: FrameType | None) -> None:
 
 
 def usual_selftest() -> list[str]:
-    """Returns the command of this checkout's self test."""
+    """Returns the command that runs this checkout's self-test."""
     program = ROOT / "build" / "venv" / "bin" / "vmem"
     report = ROOT / "build" / "selftest.json"
     return [str(program), "selftest", "--backend", "uvm", "--out", str(report)]

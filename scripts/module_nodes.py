@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""UVM's device nodes, which must follow UVM's major number when the module is swapped."""
+"""Recreates UVM's device nodes, whose major number can change when the module is swapped."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Reasons to refuse a swap of nvidia-uvm. All are checked before anything is changed."""
+"""Finds the reasons to refuse a swap of nvidia-uvm. They are checked before any change."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A machine's kernel, NVIDIA driver, and the driver's users.
+"""Describes a machine: its kernel, its NVIDIA driver, and the processes that use the driver.
 
 Everything is read below a root directory, so that a test can describe any machine as plain files.
 """

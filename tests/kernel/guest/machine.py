@@ -35,7 +35,7 @@ COMMAND_LINE = (
 # A kernel that has not started its first program after this many seconds hangs. On a busy host, it
 # usually takes 10 seconds.
 UP_TIME = 90.0
-# How many seconds before its time limit a run shows where it hangs.
+# A run that hangs shows where it does this many seconds before its time limit.
 LAST_WORDS = 10.0
 
 

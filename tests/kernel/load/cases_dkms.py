@@ -89,7 +89,7 @@ def load_that_fails_brings_the_stock_module(machine: Machine) -> None:
 
 
 def driver_was_upgraded(machine: Machine) -> None:
-    """If the patched module is for an older driver, the stock one is loaded and the log says why."""
+    """If the patched module is for an older driver, the stock one is loaded; the log says why."""
     version = read_module(machine.ours).version
     wrong = version[:-1] + "9"
     other = other_text(machine.ours, Path("/tmp/old.ko"), f"version={version}", f"version={wrong}")

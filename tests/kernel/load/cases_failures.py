@@ -140,7 +140,7 @@ def killed_in_the_selftest(machine: Machine) -> None:
 
 
 def killed_between_the_modules(machine: Machine) -> None:
-    """If a load is killed between the modules, an unload or a failing load restores the stock one."""
+    """If a load is killed between the modules, unload or a failing load restores the stock one."""
     script = '[ -d /sys/module/nvidia_uvm ] && exec /usr/sbin/insmod "$@"; kill -9 $PPID; exit 1'
     for undo in (machine.unload, lambda: machine.load(selftest="false")):
         words = ("load", "--module", str(machine.ours), "--selftest", "true")

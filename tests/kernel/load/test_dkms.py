@@ -148,7 +148,7 @@ def test_package_names_the_drivers_package(tmp_path: Path, staged: Path) -> None
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_dkms_with_the_real_driver(tmp_path: Path, headers: KernelHeaders) -> None:
-    """NVIDIA's sources with our patches; the installed driver is the software GPU's nvidia.ko."""
+    """Builds NVIDIA's patched sources; the installed driver is the software GPU's nvidia.ko."""
     if not shutil.which("dkms"):
         pytest.skip("dkms is not installed")
     tree = build_tree(Tree(version=VERSION, headers=headers, patched=False))

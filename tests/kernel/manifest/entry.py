@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The description of a test."""
+"""Defines how the manifest describes a test."""
 
 from __future__ import annotations
 
