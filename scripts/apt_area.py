@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Fetches packages with apt's tools from a Debian suite that the system does not use.
 
-The archive's address and signing key come from the system's sources; the caller chooses suite and
-components. Sources, lists and state are kept in a directory of the project: the system's files are
-never touched, root is not needed, and signatures are always checked.
+The archive's address and signing key come from the system's sources; the caller chooses the suite
+and the components. Sources, package lists and state are kept in the build directory: the system's
+files are never touched, root is not needed, and signatures are always checked.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from kernel_common import KERNEL_BUILD, KernelBuildError, run
 __all__ = ["AptArea", "Source", "archive_source", "parse_deb822", "parse_one_line"]
 
 SYSTEM = Path("/etc/apt")
-# Names of main suites; the names of update suites and of other archives are longer.
+# Matches the name of a main suite. The names of its update suites, such as bookworm-updates, and of
+# the suites of other archives are longer.
 SUITE = re.compile(
     r"(old){0,2}stable|testing|unstable|experimental|sid|bullseye|bookworm|trixie|forky|duke"
 )
@@ -96,7 +97,7 @@ def archive_source(folder: Path | None = None) -> Source:
 
 
 class AptArea:
-    """Private package lists, for a suite of Debian's archive or for the system's sources."""
+    """apt's lists in a private directory, for a suite of Debian or for the system's sources."""
 
     def __init__(self, suite: str | None, components: Sequence[str] = ()) -> None:
         self.suite = suite
@@ -122,7 +123,7 @@ class AptArea:
         (self.folder / "debian.sources").write_text(text, encoding="utf-8")
 
     def options(self) -> list[str]:
-        """Options that restrict apt to this area."""
+        """Returns the options that make apt use only this area."""
         settings: dict[str, str | Path] = {
             "Dir::State": self.folder / "state",
             "Dir::State::lists": self.folder / "lists",
@@ -141,8 +142,8 @@ class AptArea:
         return [word for key, value in settings.items() for word in ("-o", f"{key}={value}")]
 
     def update(self) -> None:
-        """Fetches the lists; an archive without a good signature is an error."""
-        # If the system's sources are used, an unreachable archive need not matter.
+        """Fetches the package lists; an archive without a valid signature is an error."""
+        # One of the system's archives may be unreachable without being needed.
         strict = ["-o", "APT::Update::Error-Mode=any"] if self.suite else []
         try:
             run("apt-get", *self.options(), *strict, "update")
@@ -159,14 +160,14 @@ class AptArea:
         return [row[1].strip() for row in rows if len(row) == 3 and row[0].strip() == package]
 
     def download(self, package: str, version: str, folder: Path) -> Path:
-        """Fetches a package into a directory, checked against the signed lists."""
+        """Downloads a package into a directory and checks it against the signed lists."""
         folder.mkdir(parents=True, exist_ok=True)
         run("apt-get", *self.options(), "download", f"{package}={version}", cwd=folder)
         (found,) = folder.glob(f"{package}_*.deb")
         return found
 
     def download_closure(self, packages: Sequence[str], folder: Path) -> list[Path]:
-        """Fetches packages and all their dependencies into a directory."""
+        """Downloads packages and all their dependencies into a directory."""
         (folder / "partial").mkdir(parents=True)
         status = folder / "status"
         status.touch()

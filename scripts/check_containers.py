@@ -25,7 +25,7 @@ __all__ = ["images_system"]
 
 SUITE, VERSION = "bookworm", "3.11"  # the Dockerfile's base image, and its Python
 BUILD = ("setuptools", "wheel", "cffi")
-EXTRAS = re.compile(r"extra == .(torch|serve)\b")  # extras of the wheel that stage demo installs
+EXTRAS = re.compile(r"extra == .(torch|serve)\b")  # the extras that the stage `demo` installs
 CHECK = ROOT / "packaging" / "check_containers.sh"
 PIP = "[global]\nno-index = true\nfind-links = /wheels\n"
 # buildah's chroot isolation makes / a private mount, so / must be a mount point.
@@ -55,7 +55,7 @@ def copy_source(folder: Path) -> None:
 
 
 def base_system(archive: Path, pip: Path) -> DebianSystem:
-    """Returns the base image's system, packed as a tar archive; its pip only uses /wheels."""
+    """Returns the base image's system, which a hook packs as a tar file; pip uses only /wheels."""
     packed = f'tar --one-file-system -C "$1" -cf {archive} .'
     return DebianSystem(suite=SUITE, include=(), hooks=(copy_in(pip), f"{in_etc(pip)}; {packed}"))
 

@@ -42,7 +42,7 @@ GUEST_SECONDS = 1800
 
 
 def lint(changes: Path) -> None:
-    """Raises DistError unless lintian finds neither errors nor warnings."""
+    """Runs lintian on the packages; raises DistError if it reports errors or warnings."""
     done = subprocess.run(
         ["lintian", "--allow-root", "--fail-on", "error,warning", str(changes)],
         stdin=subprocess.DEVNULL,
@@ -55,7 +55,7 @@ def lint(changes: Path) -> None:
 
 
 def deb_system(debs: Path, kernel: str, image: Path | None) -> DebianSystem:
-    """Returns the system that tests the packages in a directory, for a kernel release."""
+    """Returns the system that tests the packages in `debs` with the headers of a kernel release."""
     scripts = [PACKAGING / name for name in ("check_lib.sh", "check_deb.sh", "check_guest.sh")]
     return DebianSystem(
         suite=SUITE,
@@ -74,7 +74,7 @@ def give_driver(tree: Path, given: Path) -> None:
 
 
 def give_tests(given: Path) -> None:
-    """Copies pyvmem, and the tests' access to the software GPU's memory, to a directory."""
+    """Copies pyvmem to a directory, with the extension that can read the software GPU's memory."""
     run(sys.executable, KERNEL_TESTS / "lib" / "build.py")
     with tempfile.TemporaryDirectory(prefix="vmem-source-") as name:
         copy_tracked(Path(name))
@@ -124,7 +124,7 @@ def check(folder: Path, *, guest: bool) -> int:
 
 
 def main() -> int:
-    """Reads the command line."""
+    """Parses the command line and runs the check."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--no-guest", action="store_true", help="skip the virtual machine")
     options = parser.parse_args()

@@ -57,7 +57,11 @@ SECONDS = 120.0  # timeout per block, far longer than any block takes
 
 @dataclass(frozen=True)
 class Block:
-    """Code in a page, with its requirements if it cannot run everywhere."""
+    """A block of code in a page.
+
+    `needs` is empty if the block can run everywhere; otherwise it contains the link to the test,
+    log or result that shows it ran.
+    """
 
     page: Path
     line: int
@@ -87,7 +91,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def run(command: list[str], cwd: str, code: str = "", **env: str) -> tuple[str, str]:
-    """Runs a program; returns its output, and the problem if it failed."""
+    """Runs a program; returns its output and, if it failed, the problem."""
     paths = [str(ROOT / "build" / "venv" / "bin"), os.environ.get("PATH", "")]
     environment = {
         **os.environ,
@@ -161,7 +165,7 @@ def run_shell(block: Block) -> list[str]:
 
 
 def outcome(block: Block, printed: str, said: str) -> list[str]:
-    """Runs a single block; returns its problem, if any."""
+    """Returns the problems of a block that was run: its error, or a difference from the page."""
     if said:
         return [f"{block.page.relative_to(ROOT)}:{block.line}: {said}"]
     return check_output(block, printed)
@@ -207,7 +211,7 @@ def check_links(page: Path) -> tuple[int, list[str]]:
 
 
 def check_lists() -> tuple[int, list[str]]:
-    """Checks that required lists are complete, and the README's version and length."""
+    """Checks that the required lists are complete; checks the README's version and length."""
     names, problems = check_errors()
     problems += check_reference()
     variables = environment_variables()
@@ -236,7 +240,7 @@ def check_reference() -> list[str]:
 
 
 def check_errors() -> tuple[int, list[str]]:
-    """Checks that the page lists exactly the code's errors, each with cause and remedy.
+    """Checks that errors.md lists exactly the errors in the code, each with a cause and a remedy.
 
     The errors of the library and the kernel module are the errnos that their C code returns, which
     their headers must list as well; Python's errors are the package's classes.
@@ -264,7 +268,11 @@ def check_errors() -> tuple[int, list[str]]:
 
 
 def errors_page(text: str) -> tuple[set[str], set[str], dict[str, list[str]]]:
-    """Returns the errnos in the library's and the kernel's table, all names, incomplete rows."""
+    """Reads errors.md; returns the errnos of the library and of the kernel module, and the rest.
+
+    The rest has two entries: "python" lists the Python errors, and "incomplete" lists the names in
+    rows that have an empty cell.
+    """
     tables: dict[str, set[str]] = {"": set(), "From the kernel module": set()}
     python: list[str] = []
     incomplete: list[str] = []
@@ -285,7 +293,7 @@ def errors_page(text: str) -> tuple[set[str], set[str], dict[str, list[str]]]:
 
 
 def returned(folder: str, pattern: str, suffix: str = "") -> set[str]:
-    """Returns the errnos in the C code below a directory, ignoring comments."""
+    """Returns the errnos that a pattern finds in the C code below a directory, without comments."""
     found: set[str] = set()
     for path in sorted((ROOT / folder).rglob(f"*{suffix or '.[ch]'}")):
         code = re.sub(r"/\*.*?\*/|//[^\n]*", "", path.read_text(encoding="utf-8"), flags=re.S)
@@ -294,7 +302,7 @@ def returned(folder: str, pattern: str, suffix: str = "") -> set[str]:
 
 
 def compare(one: str, first: set[str], other: str, second: set[str]) -> list[str]:
-    """Reports the differences between two lists."""
+    """Returns a message for each name that only one of the two lists has."""
     said = [f"{one}: no {name}, which is in {other}" for name in sorted(second - first)]
     return said + [f"{one}: {name}, which is not in {other}" for name in sorted(first - second)]
 
@@ -314,7 +322,7 @@ def error_classes() -> list[str]:
 
 
 def environment_variables() -> dict[str, str]:
-    """Returns the environment variables that this repository's programs read, and in which file."""
+    """Returns the environment variables that the repository's programs read, each with a file."""
     found = {}
     own = re.compile(r"""environ(?:\.get\(|\[)\s*["']((?:(?:VMEM|NV|LINUX|SIGN)_\w+)|ALLOW)["']""")
     for folder in ("pyvmem", "scripts", "tests"):

@@ -76,7 +76,7 @@ def includes(sources: Path = SRC) -> dict[str, dict[str, set[str]]]:
 
 
 def cycle(graph: Graph) -> list[str]:
-    """Returns the names along a cycle, the first repeated at the end; empty without a cycle."""
+    """Returns the names along a cycle, with the first repeated at the end; [] if there is none."""
     done: set[str] = set()
     path: list[str] = []
 
@@ -134,7 +134,7 @@ def check_includes() -> list[str]:
 
 
 def check_owners() -> list[str]:
-    """Checks that only api/ has public functions, and only slab.c and pte.c change their state."""
+    """Checks that only api/ has public functions, and that no file changes another file's state."""
     problems = []
     changes = re.compile(
         rf"vm_bits_set\([^;]*->({STATES})\b|->({STATES})\[[^;=!<>]*\](\+\+|--| [|&+-]?= )"

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: MIT
 """Checks the built library: symbols, layers, man pages, and use of an installed copy.
 
-Needs build/lib (make lib). Prints one line per check that failed and "N passed, N failed".
+Requires build/lib (`make lib`). Prints the problems, and then "N passed, N failed".
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ int main(void) {
 
 
 def output(*command: str | Path) -> str:
-    """Returns a command's output; exits if it fails."""
+    """Runs a command and returns its output; exits if it fails."""
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}")
@@ -42,7 +42,7 @@ def output(*command: str | Path) -> str:
 
 
 def difference(what: str, found: set[str], wanted: set[str]) -> list[str]:
-    """Reports each missing and each extra name."""
+    """Returns a message for each missing and each extra name."""
     missing = [f"{what}: {name} is missing" for name in sorted(wanted - found)]
     return missing + [f"{what}: {name} is not in vmem.h" for name in sorted(found - wanted)]
 
@@ -55,7 +55,7 @@ def check_version_script() -> list[str]:
 
 
 def check_exports() -> list[str]:
-    """Checks that the shared library exports exactly the public functions, and its soname."""
+    """Checks the shared library's soname, and that it exports exactly the public functions."""
     shared = LIB / f"libvmem.so.{version()}"
     lines = output("nm", "-D", "--defined-only", shared).splitlines()
     names = {line.split()[2].split("@")[0] for line in lines if line.split()[1] == "T"}
@@ -103,7 +103,7 @@ def check_installation() -> list[str]:
         libdir = f"{prefix}/lib/here"
         build = top / "build"
         variables = [f"DESTDIR={top}", f"PREFIX={prefix}", f"LIBDIR={libdir}", f"BUILD={build}"]
-        # Distributions build with -flto: Ubuntu and Fedora by default.
+        # Some distributions build with -flto by default, for example Ubuntu and Fedora.
         variables += ["CFLAGS=-O1 -flto -DVMEM_CHECK_OF_USER_FLAGS"]
         make = ["make", "-s", "--no-print-directory", "-C", str(ROOT / "libvmem"), "-j2"]
         output(*make, "install", *variables)
@@ -140,7 +140,7 @@ target_link_libraries(static vmem::static)
 
 
 def check_linking(top: Path, libdir: Path, include: Path) -> list[str]:
-    """Builds a program with the installed header and the shared, then the static library."""
+    """Builds and runs a program against the installed header and each of the two libraries."""
     source = top / "user.c"
     source.write_text(USER_PROGRAM, encoding="utf-8")
     problems = []
@@ -173,7 +173,7 @@ def check_pkg_config(top: Path, libdir: str) -> list[str]:
 
 
 def check_cmake(top: Path, libdir: str) -> list[str]:
-    """Checks that a CMake project finds the package, but not if it wants a newer version."""
+    """Checks that CMake finds the package, but rejects it if a project requires a newer version."""
     if not shutil.which("cmake"):
         print("not run: CMake's package: no cmake here")
         return []

@@ -18,7 +18,7 @@ SECTIONS_3 = ["NAME", "LIBRARY", "SYNOPSIS", "DESCRIPTION", "RETURN VALUES", "SE
 
 
 def page_of(name: str) -> Path | None:
-    """Returns the source of a function's page, following a `.so` link."""
+    """Returns the source of a function's page, following a `.so` link; None if there is none."""
     path = MAN / f"{name}.3"
     if not path.exists():
         return None
@@ -28,7 +28,7 @@ def page_of(name: str) -> Path | None:
 
 
 def synopsis(text: str) -> dict[str, str]:
-    """Returns the functions that the SYNOPSIS of an mdoc page declares."""
+    """Returns the declarations in the SYNOPSIS of an mdoc page, by function name."""
     part = text.split(".Sh SYNOPSIS", 1)[-1].split(".Sh DESCRIPTION", 1)[0]
     found = {}
     result = ""
@@ -49,7 +49,8 @@ def synopsis(text: str) -> dict[str, str]:
 def check_pages_exist() -> list[str]:
     """Checks that functions and structures have pages in section 3, and vmem(7) and vmem(1) exist.
 
-    Calls with the papers' names have a second page in the usual spelling: vmem_map for vMemMap.
+    A function named as in the papers has a second page under the usual spelling, such as vmem_map
+    for vMemMap.
     """
     spelled = [re.sub("^vMem", "vmem_", name).lower() for name in functions() if name[1] == "M"]
     names = [*functions(), *structures(), *spelled]
@@ -129,7 +130,7 @@ Linter = Callable[[Path], list[str]]
 
 
 def lint_mandoc(page: Path) -> list[str]:
-    """Runs mandoc's lint; the missing operating system in .Os is intentional."""
+    """Returns mandoc's warnings. That .Os names no operating system is intentional."""
     command = ["mandoc", "-T", "lint", "-W", "warning", str(page)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.splitlines()

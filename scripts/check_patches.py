@@ -65,7 +65,7 @@ MAX_SUBJECT = 72
 
 
 def check_letters(folder: Path) -> list[str]:
-    """Checks the messages of a series; returns the problems."""
+    """Checks the patch messages of a series; returns the problems."""
     patches = sorted(folder.glob("*.patch"))
     total = len(patches) - 1
     problems = []
@@ -128,7 +128,7 @@ def check_on(source: Path, version: str) -> list[str]:
 
 
 def check_contracts(source: Path, version: str) -> list[str]:
-    """Checks the module's assumptions beyond UVM's headers in a tree; returns the violations."""
+    """Checks that the UVM functions the module relies on are reviewed; returns the problems."""
     path = source / Path(FILE).relative_to("kernel-open")
     if not path.is_file():
         return [f"{source} has no {path.relative_to(source)}"]
@@ -142,7 +142,7 @@ class Clone:
     path: Path
 
     def git(self, *words: str) -> bytes:
-        """Returns a git command's output."""
+        """Runs a git command in the clone and returns its output."""
         done = subprocess.run(["git", "-C", self.path, *words], capture_output=True, check=False)
         if done.returncode:
             said = done.stderr.decode(errors="replace").strip()
@@ -155,7 +155,7 @@ class Clone:
         return sorted((tag for tag in tags if branch_of(tag) >= FIRST_BRANCH), key=version_key)
 
     def blobs(self, version: str, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
-        """Returns the blob ids of the named files that exist in a tag."""
+        """Returns the name and blob id of each named file that exists in a tag."""
         listed = self.git("ls-tree", version, "--", *names).decode().splitlines()
         return tuple((line.split("\t")[1], line.split()[2]) for line in listed)
 
@@ -165,9 +165,9 @@ class Clone:
 
 
 def fitting_series(clone: Clone) -> dict[str, list[str]]:
-    """Returns, for each version of a clone, the directories whose series apply unambiguously.
+    """Returns the directories whose series apply unambiguously to each version in a clone.
 
-    Versions whose hooked files are identical are checked once.
+    Versions that share identical copies of the patched files are checked once.
     """
     series = {folder: patches_in(PATCHES / folder) for folder in series_table()}
     names = touched_files([patch for patches in series.values() for patch in patches])
@@ -187,7 +187,7 @@ def fitting_series(clone: Clone) -> dict[str, list[str]]:
 
 
 def check_clone(clone: Clone) -> list[str]:
-    """Reports differences between series.json and the public versions."""
+    """Checks the UVM functions of each public version, and that series.json names its series."""
     problems = [
         problem
         for version in clone.versions()
@@ -219,7 +219,7 @@ def check_steps(version: str) -> None:
 
 
 def sources(versions: list[str], given: list[Path]) -> list[tuple[str, Path]]:
-    """Returns the sources to check: the given sources, or those of every available version."""
+    """Returns the sources to check: the given ones, or those of the given or all built versions."""
     found = []
     for path in given:
         tree = kernel_open_below(path)

@@ -50,7 +50,7 @@ def compare(one: Path, two: Path) -> list[str]:
 
 
 def main() -> int:
-    """Compares two builds with kernel_tree.py's arguments."""
+    """Compares two builds that kernel_tree.py makes with the same arguments."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("version", nargs="?", default="535.261.03")
     parser.add_argument("--type", choices=("release", "debug"), default="release")

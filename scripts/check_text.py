@@ -24,7 +24,7 @@ def tracked() -> list[Path]:
 
 
 def problems_of(path: Path) -> list[str]:
-    """Returns the problems of a file."""
+    """Returns the conventions that a file violates."""
     if path.suffix not in SOURCES and path.name != "Makefile":
         return []
     text = path.read_text(encoding="utf-8")

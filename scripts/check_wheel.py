@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Uses an installed pyvmem: maps a page, writes and reads it. Prints one line.
+"""Maps, writes and reads a page with an installed pyvmem, and prints one line.
 
 Run it outside the source tree, with the Python of the environment to check.
 """

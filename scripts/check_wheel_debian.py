@@ -18,13 +18,13 @@ from vmem_header import ROOT
 
 __all__ = ["PYTHONS", "wheel_system"]
 
-# Python version of each release.
+# The Python version of each Debian release.
 PYTHONS = {"bookworm": "3.11", "trixie": "3.13"}
 CHECKS = (ROOT / "packaging" / "check_wheel.sh", ROOT / "scripts" / "check_wheel.py")
 
 
 def fetch(wheel: Path, python: str, folder: Path) -> None:
-    """Collects the wheel and its requirements for a Python version in a directory."""
+    """Puts the wheel and its requirements for a Python version into a directory."""
     platforms = [f"--platform={name}_x86_64" for name in ("manylinux_2_28", "manylinux2014")]
     options = ["--quiet", "--disable-pip-version-check", "--no-input", "--only-binary=:all:"]
     options += [f"--python-version={python}", *platforms, f"--platform={wheel.stem.split('-')[-1]}"]
@@ -32,7 +32,7 @@ def fetch(wheel: Path, python: str, folder: Path) -> None:
 
 
 def wheel_system(suite: str, wheels: Path) -> DebianSystem:
-    """Returns a system of the release that tests the wheels in a directory."""
+    """Returns a system of a Debian release that tests the wheels in a directory."""
     return DebianSystem(
         suite=suite,
         include=("python3", "python3-venv"),

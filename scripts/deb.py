@@ -29,7 +29,7 @@ __all__ = ["FILES", "PACKAGES", "changelog", "make_deb", "make_orig", "make_twic
 FILES = ROOT / "packaging" / "debian"
 PACKAGES = ("libvmem0", "libvmem-dev", "vmem-dkms")
 REVISION = "0vmem1"  # sorts before Debian's first revision
-# A program or file that shows that a package is installed: the package.
+# Maps a program or file to the package that contains it; if it exists, the package is installed.
 TOOLS = {
     "/usr/bin/dh": "debhelper",
     "/usr/bin/dpkg-buildpackage": "dpkg-dev",
@@ -38,7 +38,7 @@ TOOLS = {
 
 
 def install_tools(tools: dict[str, str]) -> None:
-    """Installs missing Debian packages in the same way as the set-up."""
+    """Installs the packages whose programs or files are missing, in the same way as the set-up."""
     missing = sorted({name for path, name in tools.items() if not Path(path).exists()})
     if missing:
         install_debian_packages(missing)
@@ -62,7 +62,7 @@ def changelog(upstream: str, who: str, when: int) -> str:
 
 
 def make_orig(source: Path, folder: Path, upstream: str, when: int) -> Path:
-    """Creates the upstream archive of a source tree, with fixed order, timestamps and owner."""
+    """Creates a source tree's upstream archive, with a fixed order, timestamps and owner."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as archive:
         for path in sorted(source.rglob("*")):
@@ -100,10 +100,10 @@ def prepare(folder: Path, when: int) -> Path:
 
 
 def make_deb(out: Path, *, check: bool = True) -> list[Path]:
-    """Builds all packages into a directory, runs the library's tests if `check`; returns the files.
+    """Builds all packages into a directory and returns the files; `check` runs the library's tests.
 
     Raises:
-        DistError: a tool failed; contains its output.
+        DistError: a tool failed; the message contains its output.
     """
     install_tools(TOOLS)
     if not has_probes():  # optional in the set-up, but required for a package
@@ -128,7 +128,7 @@ def make_deb(out: Path, *, check: bool = True) -> list[Path]:
 
 
 def make_twice(out: Path) -> list[Path]:
-    """Builds everything twice, the second time with another time zone and umask, without tests.
+    """Builds everything twice, the second time without tests and with another time zone and umask.
 
     Raises:
         DistError: a package or the source differs.
@@ -144,7 +144,7 @@ def make_twice(out: Path) -> list[Path]:
 
 
 def main() -> int:
-    """Reads the command line."""
+    """Parses the command line and builds the packages."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "dist" / "deb", help="default: dist/deb")
     parser.add_argument("--no-check", action="store_true", help="skip the library's tests")

@@ -65,13 +65,13 @@ def conduct(name: str, text: str | None, check: Callable[[Path], int]) -> int:
 
 @dataclass(frozen=True)
 class DebianSystem:
-    """A system: its packages, and the hooks run in it.
+    """A new Debian system: the packages it contains, and the hooks that run in it.
 
     Attributes:
-        suite: Debian's name of the release, such as "bookworm".
+        suite: Debian's name for the release, such as "bookworm".
         include: packages in addition to the essential ones.
         hooks: run in this order after installation (`copy_in`, `in_system`).
-        components: components of the archive.
+        components: the archive components to use.
         image: path for an ext2 image of the system; if None, the system is deleted.
     """
 

@@ -42,7 +42,7 @@ class DistError(Exception):
 
 
 def run(*command: str | Path, cwd: Path = ROOT, **env: str) -> str:
-    """Returns a command's output; DistError with the output if it fails."""
+    """Runs a command and returns its output; raises DistError with the output if it fails."""
     done = subprocess.run(
         [str(word) for word in command],
         stdin=subprocess.DEVNULL,
@@ -75,7 +75,7 @@ def usual_umask() -> Iterator[None]:
 
 @contextlib.contextmanager
 def elsewhere() -> Iterator[None]:
-    """Changes time zone and umask, to detect builds that depend on them."""
+    """Changes the time zone and the umask, to detect builds that depend on them."""
     umask, zone = os.umask(0o077), os.environ.get("TZ")
     os.environ["TZ"] = "Pacific/Chatham"
     try:
@@ -106,7 +106,7 @@ def copy_tracked(folder: Path) -> None:
 
 
 def make_sdist(source: Path, folder: Path, when: int) -> Path:
-    """Builds the sdist of a source tree, rewritten with fixed order, timestamps and owner."""
+    """Builds a source tree's sdist and rewrites it with a fixed order, timestamps and owner."""
     call = "import sys, setuptools.build_meta as b; print(b.build_sdist(sys.argv[1]))"
     run(PYTHON, "-c", call, folder, cwd=source)
     (made,) = folder.glob("*.tar.gz")
@@ -158,7 +158,10 @@ def platform_tag(wheel: Path) -> str:
 
 
 def check_wheel(wheel: Path) -> None:
-    """Raises DistError unless the wheel is abi3 and bundles no other library."""
+    """Raises DistError unless the wheel has an abi3 tag and bundles no library but the extension.
+
+    The extension may need only libc, and must not contain the name of its build directory.
+    """
     if "-cp310-abi3-manylinux_" not in wheel.name:
         raise DistError(
             f"{wheel.name} is not tagged for the stable ABI of Python 3.10 and manylinux"
@@ -260,7 +263,7 @@ def digest(path: Path) -> str:
 
 
 def build(folder: Path, when: int) -> list[Path]:
-    """Builds everything into an empty directory."""
+    """Builds all files into an empty directory; returns their paths."""
     with usual_umask(), tempfile.TemporaryDirectory(prefix="vmem-source-") as name:
         copy_tracked(Path(name))
         sdist = make_sdist(Path(name), folder, when)
@@ -276,7 +279,7 @@ def build(folder: Path, when: int) -> list[Path]:
 
 
 def main() -> int:
-    """Reads the command line."""
+    """Parses the command line and builds the files."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="default: dist/")
     parser.add_argument("--check", action="store_true", help="build twice and compare")

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Prints the command line's reference in Markdown, generated from the parsers.
+"""Prints the command-line reference in Markdown, generated from the parsers.
 
 Run it with the Python of an environment that has pyvmem.
 """
@@ -28,7 +28,7 @@ def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPa
 
 
 def cell(text: str) -> str:
-    """Escapes text for a table."""
+    """Escapes text for a table cell."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
@@ -39,7 +39,7 @@ def section(
     level: int,
     leave_out: tuple[str, ...] = (),
 ) -> Iterator[str]:
-    """Returns a command's section: description, usage, options, subcommands."""
+    """Yields the parts of a command's section: description, usage, options and subcommands."""
     yield f"{'#' * level} {name} {{#{name.replace(' ', '-')}}}\n"
     about = (parser.description or summary or "").strip().replace("``", "`")
     if about:
@@ -76,7 +76,7 @@ def section(
 
 
 def main() -> int:
-    """Prints the commands' page, or with ``bench`` or ``bench-serving`` a page of benchmarks."""
+    """Prints the page of commands or, given ``bench`` or ``bench-serving``, one of benchmarks."""
     os.environ["COLUMNS"] = WIDTH
     if sys.argv[1:] == ["bench"]:
         print("# Command line: benchmarks\n")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""MkDocs hooks: included and generated pages, links, drawings, tables.
+"""MkDocs hooks that add pages and convert links, drawings and tables.
 
 Some pages are files from elsewhere in the repository (TAKEN); man pages and the command line's
 reference are generated. Links are relative to the file that contains them, so that they work in the
@@ -66,7 +66,7 @@ DRAWING = re.compile(r"^!\[([^\]]*)\]\(([^)]+\.svg)\)$", re.M)
 
 
 def page_of(path: str) -> str | None:
-    """Returns the site's page for a file of the repository."""
+    """Returns the site's page for a file of the repository, or None if it has none."""
     if path == "README.md":
         return "index.md"
     if path == "libvmem/man":
@@ -87,7 +87,7 @@ def source_of(page: str) -> str:
 
 
 def copy_name(path: str) -> str:
-    """Returns the path on the site of a repository file."""
+    """Returns a repository file's path on the site."""
     suffix = "" if posixpath.splitext(path)[1] in SHOWN else ".txt"
     shown = "/".join(part.lstrip(".") for part in path.split("/"))  # MkDocs ignores dot files
     return f"files/{shown}{suffix}"
@@ -111,7 +111,7 @@ def man_link(name: str, section: str) -> str:
 
 
 def man_index(pages: dict[str, Path]) -> str:
-    """Returns a list of the man pages, by section, with their descriptions."""
+    """Returns a page that lists the man pages by section, with their descriptions."""
     lines = [
         "# C library",
         "",
@@ -280,7 +280,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Marks table cells and options that must not wrap or that need width; folds long tables.
 
-    Also formats names that a docstring describes together in the same way.
+    Also applies one format to names that a docstring describes together, as in "a, b: text".
     """
 
     def cell(match: re.Match[str], columns: int) -> str:
@@ -318,7 +318,7 @@ def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Inserts our query rewriting before the theme's search."""
+    """Prepends our query rewriting to the theme's search worker."""
     query = (ROOT / "scripts" / "docs_search.js").read_text(encoding="utf-8")
     workers = sorted(Path(config.site_dir).glob("assets/javascripts/workers/search.*.js"))
     if len(workers) != 1:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Converts man pages (mdoc) to Markdown with HTML in it, for the documentation site.
 
-Supports the macros that libvmem's pages use and raises on any other, so that nothing is dropped
-silently.
+Supports the macros that libvmem's pages use and raises MdocError for any other, so that nothing is
+dropped silently.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ QUOTED = {"Bq": ("[", "]"), "Dq": ("“", "”"), "Op": ("[", "]"), "Pq": ("(", 
 OTHER = {"Fn", "No", "Ns", "Sx", "Xr"}
 OPENING, CLOSING = set("(["), set(".,:;)]?!")
 LIB = {"Sh": "##", "Ss": "###"}
-WIDTH = 76  # maximum columns of a declaration
+WIDTH = 76  # maximum line width of a declaration
 STANDARD_EXIT = "The command exits 0 on success, and above 0 if an error occurs."
 
 
@@ -152,10 +152,10 @@ class Page:
         self._link = link
         self._out: list[str] = []
         self._paragraph: list[str] = []
-        self._lists: list[bool] = []  # open lists; true if an item is open
+        self._lists: list[bool] = []  # for each open list, whether an item is open
         self._name = ""
         self._section = ""
-        self._hold = ""  # an opening parenthesis before the next word
+        self._hold = ""  # an opening parenthesis to put before the next word
 
     def convert(self) -> str:
         """Returns the page as Markdown."""
@@ -274,7 +274,7 @@ class Page:
             self._code(declaration(words[0], arguments))
 
     def _code(self, text: str, prefix: str = "") -> None:
-        """Appends to the SYNOPSIS's code block, of which a page has one."""
+        """Appends to the SYNOPSIS's single code block."""
         shown = text_of(text)
         end = "</code></pre>"
         if self._out and self._out[-1].endswith(end):
@@ -312,7 +312,7 @@ def convert(path: Path, link: Callable[[str, str], str]) -> str:
 
     Args:
         path: the mdoc source.
-        link: returns the HTML for a reference to a page, given by name and section.
+        link: returns the HTML of a reference to a man page, given the page's name and section.
     """
     try:
         return Page(path.read_text(encoding="utf-8"), link).convert()

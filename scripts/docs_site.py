@@ -68,7 +68,7 @@ def mkdocs(*words: str) -> int:
 
 
 class References(HTMLParser):
-    """A page's links, loaded resources, and anchors."""
+    """Collects a page's links, loaded resources and anchors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def check_site() -> list[str]:
 
 
 def main() -> int:
-    """Builds and checks, or serves."""
+    """Builds and checks the site, or serves it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--serve", action="store_true", help="show a live preview on http://localhost:8000"

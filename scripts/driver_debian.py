@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The driver's source from Debian's package nvidia-open-kernel-source."""
+"""Gets the driver's source from Debian's package nvidia-open-kernel-source."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def installed(root: Path = Path("/")) -> Path | None:
 def unpack(archive: Path, folder: Path) -> Path:
     """Unpacks the kernel-open tree of the archive into a directory and returns its path.
 
-    Its two precompiled objects (most of its size), for nvidia.ko and nvidia-modeset.ko, are left
-    out.
+    The two precompiled objects, for nvidia.ko and nvidia-modeset.ko, are left out; they are most of
+    the archive's size.
     """
     folder.mkdir(parents=True, exist_ok=True)
     run("tar", "-C", folder, "--no-same-owner", "--exclude=*.o_binary", "-xf", archive)

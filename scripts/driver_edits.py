@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Edits to NVIDIA's published files that newer kernels require.
+"""Edits NVIDIA's published files as newer kernels require.
 
-For the tests only: a user of such a kernel has a driver that was written or patched for it, and
-`make module` builds that source unchanged.
+Only the tests need this: a user of such a kernel has a driver that was written or patched for it,
+and `make module` builds that source unchanged.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Gone:
 
     Attributes:
         header: the kernel header that declared it.
-        shown: text that the header contains as long as the API exists.
+        shown: text that the header contains if the API exists.
         file: the driver's file that uses the API.
         old: the driver's code that uses the API.
-        new: replacement for that code.
+        new: the code that replaces it.
     """
 
     header: str

@@ -173,7 +173,7 @@ def apply_series(version: str, tree: Path) -> None:
 
 
 def kernel_files(mutant: str | None = None) -> dict[str, bytes]:
-    """Returns the files of kernel_module/ to copy to nvidia-uvm/, with the bug `mutant` if any."""
+    """Returns the files of kernel_module/ to copy to nvidia-uvm/; `mutant` names a bug to add."""
     names = [*KERNEL_MODULE.glob("uvm_vmem*.[ch]"), *KERNEL_MODULE.glob("uvm_vmem*.Kbuild")]
     if mutant is None:
         return {path.name: path.read_bytes() for path in sorted(names)}

@@ -55,7 +55,7 @@ def version_of(tree: Path) -> str | None:
 
 
 def kernel_open_below(path: Path) -> Path | None:
-    """Returns the kernel-open tree at a path: the path itself or its directory kernel-open."""
+    """Returns the kernel-open tree at a path, or in its kernel-open/ or kernel/, or None."""
     for tree in (path, path / "kernel-open", path / "kernel"):
         if version_of(tree):
             return tree
@@ -77,7 +77,7 @@ def candidates(version: str) -> list[tuple[str, Path]]:
 
 
 def find(version: str) -> tuple[str, Path] | None:
-    """Returns the first place on this machine that has exactly this version."""
+    """Returns the first place on this machine that has exactly this version, or None."""
     for origin, path in candidates(version):
         tree = kernel_open_below(path)
         if tree is None:

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Sets up the environment of `make run` and `make test`; cheap when up to date.
+"""Sets up the environment of `make run` and `make test`; quick if it is up to date.
 
 Missing system packages are listed, then installed (as root or with sudo); everything else is
 installed below build/. If the python3 that runs this script has torch or another requirement, it is
@@ -29,7 +29,7 @@ BUILD = ROOT / "build"
 VENV = BUILD / "venv"
 STAMPS = BUILD / "stamps"
 REQUIREMENTS = ROOT / "scripts" / "requirements"
-# Required groups; without the other groups only parts of the program or of the tests are missing.
+# Required groups. Without one of the other groups, only some features or tests are unavailable.
 ESSENTIAL = ("build",)
 OPTIONAL = ("serve", "server", "model", "cuda", "test", "lint", "dist")
 # Groups installed without dependencies: `model` is needed only for the model file; vllm.txt and
@@ -58,7 +58,7 @@ def install_probes() -> None:
 
 
 def read_pins(group: str, minor: int = sys.version_info[1]) -> Pins:
-    """Reads a requirements file: versions by name, for Python 3.`minor`."""
+    """Returns the versions that a requirements file pins for Python 3.`minor`, by package name."""
     path = REQUIREMENTS / f"{group}.txt"
     pins: Pins = {}
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -74,7 +74,7 @@ def read_pins(group: str, minor: int = sys.version_info[1]) -> Pins:
 
 
 def installed(names: Iterable[str]) -> Pins:
-    """Returns the versions of those given distributions that are installed."""
+    """Returns the installed versions of the given distributions, by name."""
     program = (
         "import importlib.metadata as m, json, sys\n"
         "found = {}\n"
@@ -103,7 +103,7 @@ def packages(environment: Path) -> Path:
 
 
 def make_venv(keep_torch: bool) -> None:
-    """Recreates the environment if it is missing, broken or was created by another Python."""
+    """Recreates the environment if it is missing or broken, or was created by another Python."""
     stamp = STAMPS / "venv"
     wanted = f"{sys.executable} {sys.version} keep_torch={keep_torch}"
     if (

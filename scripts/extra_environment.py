@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Environments other than build/venv, for packages that need other versions or another Python."""
+"""Creates environments besides build/venv, for packages that need other versions or Pythons."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CANNOT = 77  # exit status if this machine cannot get the packages
 
 
 def ask(python: str | Path, program: str) -> str:
-    """Returns the output of a Python program."""
+    """Runs a program with a Python interpreter; returns its stripped output."""
     return subprocess.check_output([python, "-c", program], text=True).strip()
 
 
@@ -29,13 +29,13 @@ def make(
     *,
     size: str,
 ) -> int:
-    """Updates an environment; returns 0 or an exit status (`CANNOT`).
+    """Creates or updates an environment; returns an exit status: 0, 1 or `CANNOT`.
 
     Args:
         groups: files in scripts/requirements.
         below: environments whose packages the new one can import, nearest first.
         more: requirements that are installed with their dependencies.
-        size: size of the download, to print before installing.
+        size: the download size, which is printed before the installation.
     """
     stamp = venv / "installed"
     pins = [REQUIREMENTS / f"{group}.txt" for group in groups]
@@ -49,7 +49,8 @@ def make(
     command = [python, "-m", "venv", "--without-pip", "--clear", str(venv)]
     if subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode:
         return 1
-    # Add pyvmem too: build/venv contains only a link to this tree, which a .pth does not follow.
+    # pyvmem must be added too: build/venv only links to this tree, and a .pth file does not follow
+    # that link.
     paths = [*map(packages, below), *own]
     (packages(venv) / "base.pth").write_text("".join(f"{one}\n" for one in paths), "utf-8")
     pip = [VENV / "bin" / "python", "-m", "pip", "--python", venv / "bin" / "python", "install"]

@@ -25,7 +25,7 @@ from kernel_tree import Tree, build_tree, headers_of, softgpu_folder
 
 __all__ = ["check_tree"]
 
-# Level 1 of the kernel's scripts/Makefile.extrawarn, including the default warnings it turns off.
+# Level 1 of the kernel's scripts/Makefile.extrawarn, including options that turn warnings off.
 WARNINGS = shlex.split(
     "-Wextra -Wunused -Wno-unused-parameter -Wmissing-declarations -Wmissing-format-attribute "
     "-Wmissing-prototypes -Wold-style-definition -Wmissing-include-dirs "
@@ -62,7 +62,10 @@ def noted_command(work: Path, source: Path) -> list[str]:
 
 
 def noted_folder(tree: Tree) -> Path:
-    """Returns the working directory of the recorded commands: since Linux 6.13 the module's."""
+    """Returns the directory in which the recorded commands ran.
+
+    This is the module's directory since Linux 6.13, and the headers' directory before.
+    """
     release = re.match(r"(\d+)\.(\d+)", tree.headers.release)
     if release is None:
         raise KernelBuildError(f"{tree.headers.release} is not a Linux release")
@@ -102,7 +105,7 @@ def long_lines(work: Path, source: Path) -> list[str]:
 def check_tree(tree: Tree) -> list[str]:
     """Returns all findings in our files of a built tree."""
     ours = [Path("nvidia-uvm") / name for name in kernel_files() if name.endswith((".c", ".h"))]
-    # The software GPU is the same in both builds.
+    # Both builds contain the same software GPU, so it is checked only once.
     if tree.type == "release":
         names = sorted(path.name for path in softgpu_folder().glob("*.[ch]"))
         ours += [Path("nvidia/softgpu") / name for name in names if "_user" not in name]
@@ -113,7 +116,7 @@ def check_tree(tree: Tree) -> list[str]:
             return found
         command = noted_command(tree.work, source)
         flags = command[1:]
-        # Compile rather than only parse: some warnings need optimisation.
+        # Compile instead of only parsing, because some warnings need optimization.
         warn = [command[0], *flags[:-1], *WARNINGS, "-c", "-o", "/dev/null", flags[-1]]
         folder = noted_folder(tree)
         found += findings(tree.headers.with_tools(*warn), folder, tree.work, ours)

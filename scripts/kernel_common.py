@@ -53,14 +53,14 @@ def is_version(text: str) -> bool:
 
 
 def check_version(version: str) -> str:
-    """Returns the version if it is well-formed, else raises."""
+    """Returns the version, or raises KernelBuildError if it is not well-formed."""
     if not is_version(version):
         raise KernelBuildError(f"not a driver version: {version!r}")
     return version
 
 
 def version_key(version: str) -> list[int]:
-    """Orders versions by their numbers: 535.98 before 535.104.05."""
+    """Returns a key that sorts versions by their numbers: 535.98 before 535.104.05."""
     return [int(number) for number in version.split(".")]
 
 
@@ -109,7 +109,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def tree_files(folder: Path, names: Sequence[str] = (".",)) -> list[Path]:
-    """Returns all plain files below the named parts of a directory, relative to it, in order."""
+    """Returns all regular files below the named parts of a directory, as sorted relative paths."""
     found: list[Path] = []
     for name in names:
         top = folder / name
@@ -119,7 +119,7 @@ def tree_files(folder: Path, names: Sequence[str] = (".",)) -> list[Path]:
 
 
 def tree_digest(folder: Path, names: Sequence[str] = (".",)) -> str:
-    """Returns a SHA-256 over the names and contents, but not the dates, of a directory's files."""
+    """Returns a SHA-256 over the names and contents of a directory's files, without their dates."""
     digest = hashlib.sha256()
     for path in tree_files(folder, names):
         content = hashlib.sha256((folder / path).read_bytes()).hexdigest()

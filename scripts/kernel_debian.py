@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Fetches kernels of other Debian suites: headers, image, and the compiler that they need.
+"""Fetches the kernels of other Debian suites: headers, image and the compiler that they need.
 
 The packages are unpacked into build/kernel/debian, not installed; root is not needed. The compiler
 and kbuild's programs need a newer C library than this system's, so patchelf makes them use the C
@@ -70,11 +70,11 @@ def compiler_folder(suite: str, compiler: str) -> Path:
 
 
 def kernel_packages(area: AptArea, release: str) -> list[str]:
-    """Returns the packages of a release's headers, image and modules."""
+    """Returns the names of the packages with a release's headers, image and modules."""
     version = release.removesuffix(f"-{FLAVOUR}")
     names = [f"linux-headers-{release}", f"linux-headers-{version}-common"]
     names += [f"linux-kbuild-{version}", f"linux-image-{release}"]
-    # These packages are used if linux-image is a metapackage.
+    # If linux-image is a metapackage, these packages contain the image and the modules.
     parts = (f"linux-binary-{release}", f"linux-modules-{release}")
     return [*names, *(name for name in parts if area.versions(name))]
 
@@ -125,7 +125,7 @@ def fetch_kernel(suite: str, final: Path) -> None:
 
 
 def debian_headers(suite: str) -> KernelHeaders:
-    """Returns the headers of a suite's kernel; fetches kernel and compiler if missing.
+    """Returns the headers of a suite's kernel; fetches the kernel and its compiler if missing.
 
     An unpacked kernel is kept, even if its suite has a newer kernel.
     """

@@ -36,7 +36,7 @@ class KernelHeaders:
         return ["env", f"PATH={self.tools}:{os.environ['PATH']}", *command]
 
     def compiler(self) -> str:
-        """The compiler for this kernel."""
+        """Returns the name of the compiler for this kernel."""
         if self.tools is None:
             return "gcc"
         (found,) = self.tools.glob("x86_64-linux-gnu-gcc-[0-9]*")
@@ -44,7 +44,7 @@ class KernelHeaders:
 
 
 def kernel_headers(folder: Path) -> KernelHeaders:
-    """Describes the build directory of a kernel (what /lib/modules/RELEASE/build points at)."""
+    """Returns the kernel with this build directory (the target of /lib/modules/RELEASE/build)."""
     folder = folder.resolve()
     release_file = folder / "include" / "generated" / "utsrelease.h"
     makefile = folder / "Makefile"
@@ -62,7 +62,7 @@ def kernel_headers(folder: Path) -> KernelHeaders:
 
 
 def release_key(path: Path) -> tuple[int, ...]:
-    """Orders releases by their numbers: 6.1.0-9 before 6.1.0-56."""
+    """Returns a key that sorts releases by their numbers: 6.1.0-9 before 6.1.0-56."""
     return tuple(int(number) for number in re.findall(r"\d+", path.name)[:5])
 
 

@@ -43,7 +43,7 @@ def conftest_key(work: Path, headers: KernelHeaders) -> str:
 
 
 def take_conftests(work: Path, headers: KernelHeaders) -> bool:
-    """Restores cached results into a build directory without results; returns True if found."""
+    """Copies cached results into a build directory that has none; returns whether it found any."""
     kept = KERNEL_BUILD / "conftest" / conftest_key(work, headers)
     if (work / "conftest").exists() or not kept.is_dir():
         return False
@@ -56,7 +56,7 @@ def take_conftests(work: Path, headers: KernelHeaders) -> bool:
 
 
 def keep_conftests(work: Path, headers: KernelHeaders) -> None:
-    """Caches the results of a finished build."""
+    """Caches the conftest results of a finished build."""
     kept = KERNEL_BUILD / "conftest" / conftest_key(work, headers)
     if kept.is_dir() or not (work / "conftest" / "generic.h").is_file():
         return

@@ -24,7 +24,7 @@ __all__ = ["IMAGE", "kernel_image", "missing_packages"]
 
 IMAGE = KERNEL_BUILD / "image"
 
-# A program that shows that a package is installed: the package.
+# Maps a program to the package that contains it; if it exists, the package is installed.
 PROGRAMS = {
     "dkms": "dkms",
     "gpg": "gnupg",
@@ -48,13 +48,13 @@ HEADERS = "linux-headers-cloud-amd64"
 
 
 def is_static(program: str) -> bool:
-    """True if a program is statically linked, which the guest requires: it has no libraries."""
+    """Returns whether a program is statically linked; the guest has no shared libraries."""
     content = Path(program).resolve().read_bytes()
     return content[:4] == b"\x7fELF" and b"/ld-linux" not in content[:4096]
 
 
 def missing_packages(*, long: bool = False) -> list[str]:
-    """Returns the missing Debian packages."""
+    """Returns the missing Debian packages; with `long`, also those that test-long needs."""
     wanted = {**PROGRAMS, **(PROGRAMS_LONG if long else {})}
     # An ordinary user's PATH may not include the sbin directories.
     path = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin:/bin"
@@ -72,7 +72,7 @@ def missing_packages(*, long: bool = False) -> list[str]:
 
 
 def download(package: str, folder: Path) -> Path:
-    """Fetches a package from the system's archives, with private lists if there are none."""
+    """Downloads a package from the system's archives, with private lists if the system's fail."""
     try:
         run("apt-get", "download", package, cwd=folder)
     except KernelBuildError:

@@ -54,8 +54,8 @@ NV_OBJECTS_DEPEND_ON_CONFTEST += $(SOFTGPU_OBJECTS)
 {conftests}
 """
 
-# Features of a version's UVM interface: SG_HAS_NAME is set if its headers contain this text.
-# Version numbers do not determine the features, since versions of a branch differ.
+# Features of a version's UVM interface: SG_HAS_NAME is 1 if the version's headers contain the text
+# given here. Version numbers do not determine the features, since versions of one branch differ.
 INTERFACE = ("nv_uvm_interface.h", "nv_uvm_types.h")
 FEATURES = {
     "ACCESS_BITS": "nvUvmInterfaceAccessBitsBufAlloc(",
@@ -73,7 +73,7 @@ FEATURES = {
 
 @dataclass(frozen=True)
 class Tree:
-    """A tree to build."""
+    """What to build: the driver's version, the kernel, and the kind of build."""
 
     version: str
     headers: KernelHeaders
@@ -81,12 +81,12 @@ class Tree:
     patched: bool = True
     mutant: str | None = None
     own_kernel: bool = False  # a self-checking kernel instead of the guest's usual kernel
-    suite: str = ""  # Debian suite of the kernel to build for; "": the guest's usual kernel
+    suite: str = ""  # the kernel's Debian suite, or "" for the guest's usual kernel
     patches: int | None = None  # apply only the first n patches, to check that each builds
 
     @property
     def base(self) -> str:
-        """The name of the work directory, which all mutants of a kind of tree share."""
+        """The name of the work directory, which all mutants of one kind of tree share."""
         name = f"{self.version}-{self.type}" + ("" if self.patched else "-unpatched")
         if self.own_kernel:
             name += f"-{self.headers.release}"
@@ -170,7 +170,7 @@ def softgpu_files(version: str, source: Path) -> dict[str, bytes]:
 
 
 def features(source: Path) -> str:
-    """Returns definitions of the software GPU's feature macros, as 1 or 0."""
+    """Returns C code that defines the software GPU's feature macros as 1 or 0."""
     headers = [source / "common" / "inc" / name for name in INTERFACE]
     text = "".join(path.read_text("utf-8", "replace") for path in headers if path.is_file())
     return "".join(f"#define SG_HAS_{name} {int(FEATURES[name] in text)}\n" for name in FEATURES)
@@ -192,7 +192,7 @@ def exports(folder: Path, source: Path) -> str:
 
 
 def wanted_files(tree: Tree) -> dict[str, bytes]:
-    """Returns the path and content of each file of the work directory."""
+    """Returns the path and content of each source file in the work directory."""
     if tree.patched:
         source = patched_source(tree.version, tree.patches)
     else:
@@ -200,8 +200,8 @@ def wanted_files(tree: Tree) -> dict[str, bytes]:
     parts = [part for part in BUILD_PARTS if (source / part).exists()]
     files = {path.as_posix(): (source / path).read_bytes() for path in tree_files(source, parts)}
     files |= edits(files, tree.headers.source)
-    # Skip debug information, which is not loaded. KCFLAGS in make() cannot do this, since they
-    # precede these flags.
+    # Omit debug information, because it is not loaded. The KCFLAGS in make() cannot do this, since
+    # they precede these flags.
     kbuild = files["nvidia-uvm/nvidia-uvm.Kbuild"]
     files["nvidia-uvm/nvidia-uvm.Kbuild"] = kbuild.replace(b"-DDEBUG -O1 -g\n", b"-DDEBUG -O1\n")
     if tree.own_kernel:
@@ -217,7 +217,7 @@ def wanted_files(tree: Tree) -> dict[str, bytes]:
 
 
 def add_lock_classes(files: dict[str, bytes]) -> None:
-    """Gives UVM's locks separate lockdep classes; see the header."""
+    """Gives UVM's locks separate lockdep classes; see lockdep_classes.h."""
     files["nvidia-uvm/lockdep_classes.h"] = LOCK_CLASSES.read_bytes()
     flag = b"NVIDIA_UVM_CFLAGS += -DNVIDIA_UVM_ENABLED\n"
     kbuild = files["nvidia-uvm/nvidia-uvm.Kbuild"]
@@ -242,7 +242,8 @@ def update_work(tree: Tree) -> None:
 
 def make(tree: Tree, jobs: int) -> None:
     """Runs the driver's Makefile on the work directory."""
-    # Paths in the modules would differ between machines; debug information is not loaded.
+    # The modules must contain no paths, which would differ between machines. Debug information is
+    # not loaded.
     flags = f"-g0 -ffile-prefix-map={tree.work}/= -ffile-prefix-map={tree.headers.source}/=linux/"
     tools = tree.headers.tools
     own = [f"CC={tree.headers.compiler()}", "LD=x86_64-linux-gnu-ld"] if tools else []
@@ -262,7 +263,7 @@ def make(tree: Tree, jobs: int) -> None:
 
 
 def publish(tree: Tree) -> None:
-    """Copies the modules into the output directory."""
+    """Copies the stripped modules into the output directory, and links the headers there."""
     tree.out.mkdir(parents=True, exist_ok=True)
     for module in MODULES:
         built = tree.work / f"{module}.ko"

@@ -111,7 +111,7 @@ def build_module(
 
 
 def main() -> int:
-    """Builds the module for the command line's or the machine's driver and kernel."""
+    """Builds the module for the driver and kernel given as options, or else for this machine's."""
     parser = argparse.ArgumentParser(description=__doc__)
     environment = os.environ.get
     parser.add_argument("--nv-src", default=environment("NV_SRC", ""), help="a driver source")

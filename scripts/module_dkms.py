@@ -70,9 +70,10 @@ def make_package(tree: Path, folder: Path, depends: list[str]) -> Path:
 
 @dataclass(frozen=True)
 class Dkms:
-    """DKMS on this machine, or below a test's directories.
+    """DKMS on this machine, or in a test's directories.
 
     Attributes:
+        own_folders: true if dkms must use the directories below `system.root`.
         packaged: true if the modprobe rule and its program belong to a distribution's package.
     """
 
@@ -98,7 +99,7 @@ class Dkms:
         return self.system.root / "var/lib/dkms"
 
     def dkms(self, *words: str) -> str:
-        """Runs dkms."""
+        """Runs dkms and returns its output."""
         if not shutil.which("dkms"):
             raise KernelBuildError("dkms is not installed (Debian's package dkms)")
         options: list[str] = []
@@ -178,7 +179,7 @@ def package(system: System, options: argparse.Namespace) -> tuple[Path, str, Pat
 
 
 def act(system: System, dkms: Dkms, options: argparse.Namespace) -> None:
-    """Runs the command."""
+    """Carries out the action given on the command line."""
     if options.action != "package" and not os.access(dkms.sources, os.W_OK):
         raise KernelBuildError(f"only root may write {dkms.sources}")
     if options.action == "uninstall":
@@ -199,7 +200,7 @@ def act(system: System, dkms: Dkms, options: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Reads the command line."""
+    """Parses the command line and carries out the action."""
     parser = argparse.ArgumentParser(description=__doc__)
     environment = os.environ.get
     parser.add_argument("action", choices=("package", "install", "uninstall"))

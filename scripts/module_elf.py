@@ -20,7 +20,7 @@ SIGNATURE_MAGIC = b"~Module signature appended~\n"
 ELF_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 SECTION = struct.Struct("<IIQQQQIIQQ")
 SYMBOL = struct.Struct("<IBBHQQ")
-# struct modversion_info: 64 bytes, an unsigned long with the version and then the name.
+# struct modversion_info: 64 bytes that hold the version as an unsigned long, and then the name.
 VERSION = struct.Struct("<Q56s")
 
 SHN_UNDEF = 0
@@ -182,7 +182,7 @@ def read_demanded(sections: list[Section]) -> dict[str, int]:
 def read_module(path: Path, name: str = "") -> KernelModule:
     """Reads a module's file, which may be compressed; rejects a module not called `name`."""
     image = plain_bytes(path)
-    # Parsing a large module of another name would dominate the run time.
+    # Reject other modules before parsing: parsing the large ones would dominate the run time.
     if name and b"\0name=" + name.encode() + b"\0" not in image:
         raise ModuleFileError(f"{path} is not the module {name}")
     try:

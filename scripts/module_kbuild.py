@@ -49,7 +49,7 @@ class BuildError(Exception):
 
 
 def tree_version(tree: Path) -> str:
-    """Returns the driver version of a kernel-open tree; empty for any other directory."""
+    """Returns the driver version of a kernel-open tree, or "" for any other directory."""
     kbuild = tree / "Kbuild"
     if not kbuild.is_file() or not (tree / "nvidia-uvm").is_dir():
         return ""
@@ -164,7 +164,8 @@ def build_uvm(
         raise BuildError(refusal)
     modversions = kernel_config(build).get("CONFIG_MODVERSIONS") == "y"
     symvers = tree / "nvidia.symvers"
-    # Paths in the module would differ between machines; nothing reads debug information.
+    # The module must contain no paths, which would differ between machines. Nothing reads debug
+    # information.
     flags = f"-g0 -ffile-prefix-map={tree}/= -ffile-prefix-map={source}/=linux/"
     variables = {
         "SYSSRC": str(source),

@@ -33,7 +33,7 @@ DONE, REFUSED, FAILED, NOT_RESTORED = range(4)
 
 
 class Refused(Exception):
-    """Raised when loading or unloading is refused on this machine at present."""
+    """Raised when a load or unload is refused; nothing was changed."""
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def loaded_nvidia(system: System) -> KernelModule | None:
 
 
 def read_given(system: System, given: str) -> KernelModule:
-    """Returns the module to load."""
+    """Returns the module to load: the given file, or else the one that `make module` builds."""
     path = Path(given) if given else default_module(system)
     if not path.is_file():
         if not given and not system.driver_version():
@@ -82,7 +82,7 @@ def read_given(system: System, given: str) -> KernelModule:
 
 
 def refuse(reasons: list[str]) -> None:
-    """Raises if there are reasons to refuse."""
+    """Raises Refused if there are reasons to refuse."""
     if reasons:
         raise Refused("\n  ".join(["refused; nothing was changed:", *reasons]))
 
@@ -110,14 +110,14 @@ def stop(number: int, _frame: FrameType | None) -> None:
 
 
 def usual_selftest() -> list[str]:
-    """Returns the command of this checkout's self test."""
+    """Returns the command that runs this checkout's self-test."""
     program = ROOT / "build" / "venv" / "bin" / "vmem"
     report = ROOT / "build" / "selftest.json"
     return [str(program), "selftest", "--backend", "uvm", "--out", str(report)]
 
 
 def main() -> int:
-    """Runs the command."""
+    """Parses the command line and loads or unloads the module; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("action", choices=("load", "unload"))
     parser.add_argument("--module", default=os.environ.get("MODULE", ""), help="the file to load")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""UVM's device nodes, which must follow UVM's major number when the module is swapped."""
+"""Recreates UVM's device nodes, whose major number can change when the module is swapped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NODES = {"nvidia-uvm": 0, "nvidia-uvm-tools": 1}
 
 @dataclass(frozen=True)
 class Access:
-    """Owner and mode of a node."""
+    """The mode and the owner of a device node."""
 
     mode: int = 0o666
     user: int = 0

@@ -25,7 +25,7 @@ NUMBER = re.compile(r"^#define (UVM_VMEM_\w+)\s+(0x\w+|\d+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Answer:
-    """The patched driver's answer."""
+    """The patched driver's answer to UVM_VMEM_QUERY."""
 
     abi: int
     driver: str
@@ -61,7 +61,7 @@ def query_layout(header: str) -> Layout:
 
 
 def query(node: Path) -> Answer:
-    """Returns the answer of the driver behind a node; OSError if it does not support QUERY."""
+    """Returns the answer of a node's driver; raises OSError if it does not support QUERY."""
     layout = query_layout(HEADER.read_text(encoding="utf-8"))
     buffer = bytearray(layout.packing.size)
     struct.pack_into("=I", buffer, 0, layout.packing.size)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Reasons to refuse a swap of nvidia-uvm. All are checked before anything is changed."""
+"""Finds the reasons to refuse a swap of nvidia-uvm. They are checked before any change."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def load_refusals(
 ) -> list[str]:
     """Returns all reasons not to load the patched module now.
 
-    `allowed`: names in ALLOWABLE to ignore.
+    `allowed`: names from ALLOWABLE, whose doubts are ignored.
     """
     if not any(name.startswith(PREFIX) for name in module.parameters):
         return [f"{module.path} is not the patched module: it has no parameter {PREFIX}*"]

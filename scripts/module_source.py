@@ -17,7 +17,7 @@ from module_system import System
 
 __all__ = ["DEFAULT_VERSION", "DriverSource", "choose_source", "meeting", "stage"]
 
-# The version to build if no driver is installed: Debian 12's.
+# The version to build if no driver is installed. This is Debian 12's version.
 DEFAULT_VERSION = "535.261.03"
 
 
@@ -31,9 +31,9 @@ class DriverSource:
 
 
 def flavour(tree: Path) -> str:
-    """Returns the flavour of a driver's tree; UVM's own files are open in both flavours.
+    """Describes a driver's tree; raises KernelBuildError if it is of the proprietary flavor.
 
-    Raises KernelBuildError for the proprietary flavour.
+    UVM's own files are open in both flavors.
     """
     interface = tree / "nvidia" / "nv.c"
     if not interface.is_file():
@@ -44,13 +44,13 @@ def flavour(tree: Path) -> str:
 
 
 def dkms_trees(version: str, root: Path) -> list[Path]:
-    """Returns candidate directories of an installed driver's sources; distributions differ."""
+    """Returns the directories where the various distributions put an installed driver's sources."""
     found = sorted((root / "usr/src").glob(f"nvidia*-{version}"))
     return found + sorted((root / "var/lib/dkms").glob(f"nvidia*/{version}/source"))
 
 
 def installed_version(system: System, release: str) -> tuple[str, str]:
-    """Returns the driver's version and where it was found; empty if no driver is installed."""
+    """Returns the driver's version and where it was found, or ("", "") if none is installed."""
     loaded = system.driver_version()
     if loaded:
         return loaded, "loaded"
@@ -98,7 +98,7 @@ def choose_source(
 
 
 def meeting(system: System, release: str, version: str, given: str = "") -> KernelModule | None:
-    """Returns the installed nvidia.ko for this kernel and driver, or None."""
+    """Returns the given or installed nvidia.ko for this kernel and driver, or None."""
     if not given:
         return find_nvidia(
             system.root / "lib/modules" / release, version, system.source_version("nvidia")

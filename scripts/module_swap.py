@@ -27,7 +27,7 @@ from module_system import UVM, System
 __all__ = ["Interrupted", "NotRestored", "Swap", "SwapError"]
 
 STATE = "run/vmem-module.json"
-# Seconds within which processes that were just stopped must release the module.
+# How long processes that were just stopped may take to release the module.
 PATIENCE_SECONDS = 20
 
 
@@ -45,7 +45,14 @@ class Interrupted(Exception):
 
 @dataclass
 class Swap:
-    """A load or unload on a machine."""
+    """Loads or unloads the patched module on a machine.
+
+    Attributes:
+        say: prints a line for the user.
+        selftest: the command that decides whether the module stays; empty for none.
+        selftest_seconds: the self-test's timeout.
+        arguments: parameters for the module, in addition to the stock module's.
+    """
 
     system: System
     say: Callable[[str], None]
@@ -56,7 +63,7 @@ class Swap:
     # The tools
 
     def tool(self, *words: str) -> str:
-        """Runs one of kmod's tools; SwapError with its output if it fails."""
+        """Runs one of kmod's tools and returns its output; raises SwapError if it fails."""
         path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin:/usr/bin:/bin"
         # With VMEM_UVM=stock, the DKMS package's modprobe rule loads the stock module.
         environment = {**os.environ, "PATH": path, "LC_ALL": "C", "VMEM_UVM": "stock"}
@@ -105,13 +112,13 @@ class Swap:
             return False
 
     def note(self, stock: bool) -> None:
-        """Records that the stock module must be restored, or that it must not."""
+        """Records whether the stock module must be restored."""
         self.state_path.write_text(json.dumps({"stock": stock}) + "\n", encoding="utf-8")
 
     # Steps
 
     def remove(self) -> None:
-        """Unloads UVM, stock or patched."""
+        """Unloads UVM, whether stock or patched; first waits until nothing uses it any longer."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while self.system.uvm_references() and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -120,8 +127,8 @@ class Swap:
     def try_kernel(self, module: Path) -> None:
         """Checks that the kernel would accept the module, while the stock module is still loaded.
 
-        The kernel checks signature and version magic before it notices that a module of that name
-        is already loaded.
+        The kernel checks the signature and the version magic before it notices that a module of
+        that name is already loaded.
         """
         try:
             self.tool("insmod", str(module))
@@ -138,7 +145,7 @@ class Swap:
             self.say(f"made {path}")
 
     def bring_stock_back(self, access: dict[str, Access]) -> None:
-        """Loads UVM as the machine does by default; NotRestored if this loads another module."""
+        """Loads the stock UVM with modprobe; raises NotRestored if this fails."""
         try:
             self.tool("modprobe", "nvidia-uvm")
             if not self.system.loaded(UVM):
@@ -154,7 +161,7 @@ class Swap:
             ) from error
 
     def check(self, module: KernelModule) -> None:
-        """Verifies that this module is loaded and answers."""
+        """Verifies that this module is loaded and answers UVM_VMEM_QUERY."""
         if self.system.source_version(UVM) != module.first("srcversion"):
             raise SwapError("another process loaded an nvidia-uvm")
         try:
@@ -166,7 +173,7 @@ class Swap:
         self.say(f"patched driver {answer.driver}, ABI {answer.abi}")
 
     def run_selftest(self) -> None:
-        """Runs the self-test; its output goes to the user."""
+        """Runs the self-test and shows its output to the user; raises SwapError if it fails."""
         if not self.selftest:
             self.say("no self-test was requested")
             return
@@ -230,7 +237,7 @@ class Swap:
             self.state_path.unlink(missing_ok=True)
 
     def unload(self) -> None:
-        """Swaps the stock module in again."""
+        """Unloads the patched module; restores the stock module unless none was loaded before."""
         access = remember_nodes(self.system)
         known = self.state_path.exists()
         expected = self.stock_expected()

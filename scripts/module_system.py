@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A machine's kernel, NVIDIA driver, and the driver's users.
+"""Describes a machine: its kernel, its NVIDIA driver, and the processes that use the driver.
 
 Everything is read below a root directory, so that a test can describe any machine as plain files.
 """
@@ -52,7 +52,7 @@ class System:
     root: Path = Path("/")
 
     def text(self, path: str) -> str:
-        """Returns a file's stripped content; empty if it cannot be read."""
+        """Returns a file's stripped content, or "" if it cannot be read."""
         try:
             return (self.root / path).read_text(encoding="utf-8", errors="replace").strip("\0 \n")
         except OSError:
@@ -61,7 +61,7 @@ class System:
     # The kernel
 
     def release(self) -> str:
-        """The running kernel, as `uname -r` prints it."""
+        """Returns the running kernel's release, as `uname -r` prints it."""
         return self.text("proc/sys/kernel/osrelease")
 
     def may_load(self) -> bool:
@@ -74,7 +74,7 @@ class System:
         return self.text("proc/sys/kernel/modules_disabled") == "1"
 
     def signatures_enforced(self) -> str:
-        """Returns why an unsigned module would be rejected; empty if it is accepted."""
+        """Returns why an unsigned module would be rejected, or "" if it would be accepted."""
         if self.text("sys/module/module/parameters/sig_enforce") == "Y":
             return "the kernel accepts only signed modules (module.sig_enforce)"
         lockdown = re.search(r"\[(\w+)\]", self.text("sys/kernel/security/lockdown"))
@@ -89,7 +89,7 @@ class System:
     def secure_boot(self) -> bool:
         """True if this kernel was booted under Secure Boot."""
         try:
-            # Four bytes of attributes, then the value.
+            # The file contains four bytes of attributes, and then the value.
             return (self.root / SECURE_BOOT).read_bytes()[4:5] == b"\x01"
         except OSError:
             return False
@@ -105,7 +105,7 @@ class System:
         return self.text(f"sys/module/{module}/srcversion")
 
     def driver_version(self) -> str:
-        """The version of the loaded nvidia.ko; empty if it is not loaded."""
+        """Returns the version of the loaded nvidia.ko, or "" if it is not loaded."""
         version = self.text("sys/module/nvidia/version")
         if not version:
             found = re.search(
@@ -117,23 +117,23 @@ class System:
         return version
 
     def uvm_is_ours(self) -> bool:
-        """True if the loaded UVM is patched: only then does it have parameters with our prefix."""
+        """True if the loaded UVM is patched, which is recognized by its parameters' prefix."""
         folder = self.root / "sys/module" / UVM / "parameters"
         return any(folder.glob("uvm_vmem_*"))
 
     def uvm_references(self) -> int:
-        """The kernel's reference count for the loaded UVM."""
+        """Returns the kernel's reference count for the loaded UVM."""
         return int(self.text(f"sys/module/{UVM}/refcnt") or 0)
 
     def uvm_holders(self) -> list[str]:
-        """Modules that depend on the loaded UVM."""
+        """Returns the names of the modules that depend on the loaded UVM."""
         folder = self.root / "sys/module" / UVM / "holders"
         return sorted(path.name for path in folder.glob("*"))
 
     # Device nodes
 
     def device_majors(self) -> dict[int, str]:
-        """The major numbers of the driver's character devices."""
+        """Returns the names of the driver's character devices, by major number."""
         majors: dict[int, str] = {}
         for line in self.text("proc/devices").split("Block devices:")[0].splitlines():
             number, _space, name = line.strip().partition(" ")
@@ -142,7 +142,10 @@ class System:
         return majors
 
     def device_users(self) -> list[DeviceUser]:
-        """Returns the processes that have a node of the driver open, under any path."""
+        """Returns the processes that have one of the driver's nodes open, under any path.
+
+        This process and harmless services are left out.
+        """
         majors = self.device_majors()
         users: list[DeviceUser] = []
         folders = (self.root / "proc").glob("[0-9]*")

@@ -18,7 +18,7 @@ CLASSES = {
 
 
 def branches() -> list[tuple[int, str, str]]:
-    """Returns branch, evidence and versions of each row, in the table's order."""
+    """Returns the branch, evidence and versions of each row, in the table's order."""
     rows = re.findall(r'\{(\d+), (NV_\w+), "(.+?)"\}', ABI.read_text(encoding="utf-8"))
     found = [(int(major), evidence, versions) for major, evidence, versions in rows]
     if not found or any(evidence not in CLASSES for _, evidence, _ in found):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tables of the cache and attention benchmarks, one per run."""
+"""Generates the tables of the cache and attention benchmarks, usually one per run."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ def runs(name: str) -> Iterator[Result]:
 
 
 def page_words(run: Result) -> str:
-    """Returns the page size of a run; 64 KB if it is not recorded."""
+    """Returns a run's page size as text; 64 KB if none is recorded."""
     size = run["options"].get("page") or 64 << 10
     return f"{size >> 20} MB" if size >= 1 << 20 else f"{size >> 10} KB"
 
 
 def over(row: Result | None, base: Result | None, field: str = "median") -> str:
-    """Returns a row's number divided by another's; empty if either row was not run."""
+    """Returns a row's number divided by another's, or "" if a row is missing or both are one."""
     if row is None or base is None or row is base:
         return ""
     return f"{row[field] / base[field]:.3f}"
 
 
 def part_overlap(_: list[Result]) -> list[str]:
-    """Decode iterations, by the time at which their memory is mapped."""
+    """Returns tables of the duration of decode iterations, by when their memory is mapped."""
     lines: list[str] = []
     for run in runs("overlap"):
         found, body = rows(run), []
@@ -85,7 +85,7 @@ def part_overlap(_: list[Result]) -> list[str]:
 
 
 def part_deferred(_: list[Result]) -> list[str]:
-    """Prefill, by the time at which its memory is mapped."""
+    """Returns tables of the duration of a prefill, by when its memory is mapped."""
     lines: list[str] = []
     for run in runs("deferred"):
         found, body = rows(run), []
@@ -108,7 +108,7 @@ def part_deferred(_: list[Result]) -> list[str]:
 
 
 def part_kernels(_: list[Result]) -> list[str]:
-    """Times of a kernel on contiguous and paged memory, relative to contiguous 64 KB pages."""
+    """Returns a table per attention kernel: its time by layout, relative to contiguous memory."""
     lines: list[str] = []
     for run in runs("kernels"):
         if "footprint" in run["options"]:
@@ -157,7 +157,10 @@ def _one_kernel(found: dict[str, Result], run: Result, kernel: str, name: str) -
 
 
 def footprint_times(run: Result, kind: str) -> dict[str, dict[str, float]]:
-    """Returns times on a kind of memory relative to cudaMalloc, by layout and case, then size."""
+    """Returns the times on a kind of memory relative to cudaMalloc memory.
+
+    The outer key is the layout and the case, and the inner key is the cache's size.
+    """
     found, times = rows(run), dict[str, dict[str, float]]()
     for name, row in found.items():
         kernel, size, layout, case, memory = name.split("/")
@@ -168,7 +171,7 @@ def footprint_times(run: Result, kind: str) -> dict[str, dict[str, float]]:
 
 
 def part_footprint(_: list[Result]) -> list[str]:
-    """Attention times by cache size, for each kind of memory relative to cudaMalloc."""
+    """Returns tables of attention times on each kind of memory relative to cudaMalloc memory."""
     lines: list[str] = []
     for run in runs("kernels"):
         if "footprint" not in run["options"]:
@@ -214,7 +217,7 @@ def _case_words(case: str) -> str:
 
 
 def part_prefix_map(_: list[Result]) -> list[str]:
-    """Time that a request takes to start with a cached prefix."""
+    """Returns tables of the time that a request takes to start with a cached prefix."""
     lines: list[str] = []
     for run in runs("prefix-map"):
         found, body = rows(run), []
@@ -238,9 +241,9 @@ def part_prefix_map(_: list[Result]) -> list[str]:
 
 
 def part_kernel_times(_: list[Result]) -> list[str]:
-    """Times of each kernel by phase, head size and type, and how far it reads too much.
+    """Returns the table of kernel times by phase, head size and type, and of excess reads.
 
-    Uses the committed run with the most kernels.
+    The table shows the committed run with the most kernels.
     """
 
     def timed(run: Result) -> list[Any]:
@@ -279,7 +282,7 @@ WAYS = {
 
 
 def part_models(_: list[Result]) -> list[str]:
-    """Time and memory of several kinds of model, on transformers' cache and on ours."""
+    """Returns tables of the time and memory of several models with transformers' cache and ours."""
     lines: list[str] = []
     for run in runs("models"):
         body = []
@@ -311,7 +314,7 @@ def part_models(_: list[Result]) -> list[str]:
 
 
 def part_swap(_: list[Result]) -> list[str]:
-    """Time to swap to host memory and back, relative to recomputation."""
+    """Returns tables of the time to swap to host memory and back, relative to recomputation."""
     lines: list[str] = []
     for run in runs("swap"):
         found, body = rows(run), []
@@ -338,7 +341,7 @@ def part_swap(_: list[Result]) -> list[str]:
 
 
 def part_devices(_: list[Result]) -> list[str]:
-    """Mapping by number of devices, pages in peers, steps by number of ranks."""
+    """Returns tables of mapping times by device count, of tiers, and of steps by rank count."""
     lines: list[str] = []
     for run in runs("devices"):
         found = rows(run)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tables of driver versions and long runs, from the records of suite.py --driver and --runs.
+"""Generates tables of driver versions and long runs from the records that suite.py writes.
 
 Also generates patches/kernels.json, which tells `make load` which combinations were tested.
 """
@@ -46,7 +46,7 @@ Record = dict[str, Any]
 
 
 def load() -> list[Record]:
-    """Returns the records, ordered by version."""
+    """Returns the records, ordered by driver version and then by kernel series."""
     found = []
     for path in RESULTS.glob("driver-*.json"):
         record: Record = json.loads(path.read_text(encoding="utf-8"))
@@ -63,7 +63,7 @@ def series_of(record: Record) -> list[int]:
 
 
 def run_on(record: Record, build: str) -> str:
-    """Returns the architectures on which a build ran, each with its missing tests."""
+    """Returns the architectures on which a build passed tests, each with the tests it lacks."""
     words = []
     for architecture, name in ARCHITECTURES.items():
         tests = [
@@ -81,7 +81,7 @@ def run_on(record: Record, build: str) -> str:
 
 
 def part() -> list[str]:
-    """A row for each version, and the failures."""
+    """Returns the table of driver versions, one per row, and a line that lists the failures."""
     body = []
     failed = []
     for record in load():
@@ -120,7 +120,7 @@ def by_kernel() -> dict[str, list[Record]]:
 
 
 def kernels_text() -> str:
-    """Returns patches/kernels.json: the drivers tested on each kernel series, with the record."""
+    """Returns patches/kernels.json: the drivers tested on each kernel series, with the records."""
     table_of = {
         name: {record["sources"]["driver"]: record["file"] for record in records}
         for name, records in by_kernel().items()
@@ -129,7 +129,7 @@ def kernels_text() -> str:
 
 
 def part_kernels() -> list[str]:
-    """A row for each kernel series."""
+    """Returns the table of kernel series, one per row."""
     body = []
     for name, records in by_kernel().items():
         releases = sorted({f"`{record['sources']['kernel']}`" for record in records})
@@ -141,7 +141,7 @@ def part_kernels() -> list[str]:
 
 
 def done_in(runs: list[Record]) -> str:
-    """Returns the total work of runs, in a suitable unit."""
+    """Returns the total work of some runs, in the first unit that they counted."""
     for count, unit in UNITS.items():
         if total := sum(one["counts"].get(count, 0) for one in runs):
             return f"{total:,} {unit}"
@@ -149,7 +149,10 @@ def done_in(runs: list[Record]) -> str:
 
 
 def part_runs() -> list[str]:
-    """A row for each entry of the manifest, with the sum of its runs; repeated runs count once."""
+    """Returns the table of long runs: a row for each test and configuration, with its total work.
+
+    Passed runs with the same arguments count once.
+    """
     lines = [json.loads(line) for line in RUNS.read_text(encoding="utf-8").splitlines()]
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for one in lines:

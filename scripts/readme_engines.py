@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tables about engines: the serving loop's arms, and vLLM and SGLang, each elastic and stock."""
+"""Generates tables of the serving loop's arms, and of elastic and stock vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def arrivals(options: Result) -> str:
 
 
 def on_ranks(options: Result) -> str:
-    """Describes the ranks and the layers per tensor if not 1, and the page size if unusual."""
+    """Describes a run's ranks and layers per tensor if not 1, and an unusual page size."""
     ranks, group = options.get("ranks", 1), options.get("group", 1)
     words = f" on each of {ranks} ranks" if ranks > 1 else ""
     words += f", {group} layers per tensor" if group > 1 else ""
@@ -48,7 +48,7 @@ def on_ranks(options: Result) -> str:
 
 
 def driver_line(found: dict[str, Result], part: str, arm: str) -> str:
-    """Returns a sentence about a rank's driver calls."""
+    """Returns a sentence about the driver calls of one rank."""
 
     def value(what: str) -> float:
         return float(found[f"{part}/{what}/{arm}"]["value"])
@@ -79,7 +79,7 @@ def serving_row(found: dict[str, Result], part: str, arm: str) -> list[str]:
 
 
 def part_serving(_: list[Result]) -> list[str]:
-    """The committed runs of the serving loop, with a row per arm."""
+    """Returns a table for each committed run of the serving loop, with a row per arm."""
     lines: list[str] = []
     for run in runs("serve"):
         found, options = rows(run), run["options"]
@@ -116,7 +116,7 @@ def part_serving(_: list[Result]) -> list[str]:
 
 
 def load_table(run: Result) -> Iterator[str]:
-    """Throughput and latency by rate."""
+    """Yields the table of throughput and latency by request rate."""
     found, options = rows(run), run["options"]
     body = []
     for rate in options["rates"]:
@@ -184,7 +184,7 @@ def heading(run: Result) -> str:
 
 
 def idle_table(run: Result) -> Iterator[str]:
-    """Memory that an idle engine withholds from other processes."""
+    """Yields the table of an idle engine, and the memory that it withholds from other processes."""
     found = {name.partition("/")[2]: row for name, row in rows(run).items()}
 
     def times(row: str) -> list[str]:
@@ -225,7 +225,7 @@ def idle_table(run: Result) -> Iterator[str]:
 
 
 def share_table(run: Result) -> Iterator[str]:
-    """Engines with alternating bursts."""
+    """Yields the table of engines that share memory and have alternating bursts."""
     found, options = rows(run), run["options"]
     body = []
     for arm in ("shared", "static", "alone"):
@@ -269,7 +269,7 @@ def pictures() -> dict[Path, Result]:
 
 
 def blocks_table(run: Result) -> Iterator[str]:
-    """Blocks of two sizes."""
+    """Yields the table that compares blocks of two sizes."""
     found = {name.partition("/")[2]: row for name, row in rows(run).items()}
     sizes = sorted({int(name.rpartition("/")[2]) for name in found if name.startswith("rate/")})
     loads = dict.fromkeys(
@@ -299,7 +299,7 @@ def blocks_table(run: Result) -> Iterator[str]:
 
 
 def rough_table(run: Result) -> Iterator[str]:
-    """Aborts, resets and trims at random."""
+    """Yields the table of requests that are aborted at random, with resets and trims."""
     found = rows(run)
     body = []
     for engine in ENGINES:
@@ -326,7 +326,7 @@ def rough_table(run: Result) -> Iterator[str]:
 
 
 def sleep_table(run: Result) -> Iterator[str]:
-    """The cost of sleeping and waking."""
+    """Yields the table of the cost of sleeping and waking."""
     found = rows(run)
     body = []
     for engine in ("elastic", "stock"):
@@ -352,7 +352,7 @@ def sleep_table(run: Result) -> Iterator[str]:
 
 
 def limit_table(run: Result) -> Iterator[str]:
-    """A limit lowered while requests run."""
+    """Yields the table of a limit that is lowered while requests run."""
     found = {name.partition("/")[2]: row["value"] for name, row in rows(run).items()}
     options = run["options"]
     yield (
@@ -383,7 +383,7 @@ def _over(row: Result | None) -> str:
 
 
 def full_table(run: Result) -> Iterator[str]:
-    """A full GPU, one engine at a time."""
+    """Yields the table of engines that run one at a time and fill the GPU."""
     found = {name.partition("/")[2]: row for name, row in rows(run).items()}
     arms = [name.partition("/")[2] for name in found if name.startswith("rate/")]
     body = []
@@ -412,7 +412,7 @@ def full_table(run: Result) -> Iterator[str]:
 
 
 def first_table(run: Result) -> Iterator[str]:
-    """Time to first token of an idle engine."""
+    """Yields the table of an idle engine's time to first token."""
     found = {name.partition("/")[2]: row for name, row in rows(run).items()}
     arms = list(dict.fromkeys(name.partition("/")[2] for name in found if name[0].isdigit()))
     sizes = list(dict.fromkeys(name.partition("/")[0] for name in found if name[0].isdigit()))
@@ -430,7 +430,7 @@ def first_table(run: Result) -> Iterator[str]:
 
 
 def cost_table(run: Result) -> Iterator[str]:
-    """Host time spent in the pool's code."""
+    """Yields the table of the host time that the pool's code takes per decode step."""
     found = {name.partition("/")[2]: row for name, row in rows(run).items()}
     body = [
         [name.partition("/")[0], *(number(row[one], 3) for one in ("median", "mean", "p99"))]
@@ -442,7 +442,7 @@ def cost_table(run: Result) -> Iterator[str]:
 
 
 def offload_table(run: Result) -> Iterator[str]:
-    """Prompts loaded from host memory."""
+    """Yields the tables of prompts that are loaded from host memory."""
     found = {name.partition("/")[2]: row for name, row in rows(run).items()}
     keys = [name.split("/") for name in found]
     sizes = list(dict.fromkeys(key[1] for key in keys if key[0] == "computed"))
@@ -481,7 +481,7 @@ def offload_table(run: Result) -> Iterator[str]:
 
 
 def prefixes_table(run: Result) -> Iterator[str]:
-    """Engines that take turns and whose prefixes do not fit in memory."""
+    """Yields the table of two engines that take turns and whose prefixes do not fit in memory."""
     found = {name.partition("/")[2]: row for name, row in rows(run).items()}
     arms = [name.partition("/")[2] for name in found if name.startswith("hits/")]
     body = []
@@ -508,7 +508,7 @@ def prefixes_table(run: Result) -> Iterator[str]:
 
 
 def part_vllm(_: list[Result]) -> list[str]:
-    """The committed runs of vLLM."""
+    """Returns the tables of the committed runs of vLLM."""
     shown = {
         "load": load_table,
         "idle": idle_table,
@@ -532,7 +532,7 @@ def part_vllm(_: list[Result]) -> list[str]:
 
 
 def part_sglang(_: list[Result]) -> list[str]:
-    """The committed runs of SGLang."""
+    """Returns the tables of the committed runs of SGLang."""
     lines: list[str] = []
     for run in runs("sglang"):
         found = {name.partition("/")[2]: row for name, row in rows(run).items()}
@@ -571,7 +571,7 @@ def shared_words(options: Result, found: Result) -> str:
 
 
 def missing(run: Result) -> list[Result]:
-    """Returns the rows of a run that were not run."""
+    """Returns a run's measurements that are missing, with the reasons."""
     return [one for part in run["parts"].values() for one in part["missing"]]
 
 

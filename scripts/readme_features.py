@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The table of features: the package's rows, with results from the records of probed back ends.
+"""Generates the table of features from the package's list and the records of probed back ends.
 
 A record is a file written by `vmem features --out`. pyvmem must be importable.
 """
@@ -38,12 +38,12 @@ def records() -> dict[str, Record]:
 
 
 def rank(record: Record) -> tuple[int, str]:
-    """Orders records by their number of devices, then by date."""
+    """Returns a key that sorts records by their number of devices, and then by date."""
     return len(Probed.of(record).devices), record["date"]
 
 
 def cell(feature: Feature, record: Record | None) -> str:
-    """Returns whether a back end supports a feature, and if not, what is missing."""
+    """Returns a cell that says whether a back end supports a feature and, if not, what it lacks."""
     if record is None:
         return "not probed"
     info = Probed.of(record)
@@ -59,7 +59,7 @@ def code(text: str) -> str:
 
 
 def source(name: str, record: Record | None) -> str:
-    """Returns the source of a column's results."""
+    """Returns text that names the machine and the record of a column."""
     if record is None:
         return f"`{name}`: not probed"
     driver = f", driver {record['driver']}" if record["driver"] else ""
@@ -67,7 +67,7 @@ def source(name: str, record: Record | None) -> str:
 
 
 def part() -> list[str]:
-    """The lines of the table."""
+    """Returns the lines of the table."""
     found = records()
     head = ["feature", "known from", "calls", "needs", *(f"`{name}`" for name in BACKENDS)]
     lines = ["| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head)]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Common code of the generators of tables."""
+"""Common code of the scripts that generate tables."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def load_run(path: Path, root: Path = ROOT) -> Result:
 
 
 def rows(result: Result) -> dict[str, Result]:
-    """Returns all rows of a run by id."""
+    """Returns all rows of a run, by id."""
     return {row["id"]: row for part in result["parts"].values() for row in part["rows"]}
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Formats with `digits` significant digits, without an exponent."""
+    """Formats a number with `digits` significant digits and without a positive exponent."""
     text = f"{value:.{digits}g}"
     return f"{float(text):,.0f}" if "e+" in text else text
 
 
 def title(result: Result) -> str:
-    """Returns the machine of a run, and a link to its file."""
+    """Returns text that names a run's machine and links to its file."""
     machine = result["machine"]
     return f"{machine['gpu']}, driver {machine['driver']} ([raw]({result['file']}))"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The index of benchmarks/results: each file's machine, commit, date and command."""
+"""Generates the index of benchmarks/results: each file's machine, commit, date and command."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from readme_format import RESULTS, ROOT
 __all__ = ["part"]
 
 LOGS = RESULTS / "logs"
-# Machines by prefix of a log's name, since many logs do not name their machine.
+# Maps the prefix of a log's name to a machine, since many logs do not name their machine.
 MACHINES = {
     "h100": "NVIDIA H100 80GB HBM3",
     "h100x2": "2 x NVIDIA H100 80GB HBM3",
@@ -59,10 +59,10 @@ def origin_of(path: Path, said: Origin) -> tuple[str, str, str]:
 
 
 def describe(record: Record) -> tuple[str, Origin]:
-    """Returns a record's machine and origin, found according to its kind.
+    """Returns a record's machine and origin, which depend on the kind of record.
 
     Raises:
-        ValueError: unknown kind.
+        ValueError: the kind is unknown.
     """
     machine = record.get("machine", {})
     kind = str(record.get("format", ""))
@@ -118,7 +118,7 @@ def failures(runs: list[Record]) -> str:
 
 
 def short(text: str, most: int = 90) -> str:
-    """Returns the beginning of a reason, cut at a word."""
+    """Returns a reason, shortened to whole words if it is too long."""
     return text if len(text) <= most else text[:most].rpartition(" ")[0] + " ..."
 
 
@@ -152,7 +152,7 @@ def log_row(path: Path) -> str:
     """Returns the row of a log: its machine, origin and last result.
 
     Raises:
-        ValueError: the log of a failure. Run it again, or delete the log.
+        ValueError: the log records a failure. Run the command again, or delete the log.
     """
     text = path.read_text(encoding="utf-8", errors="replace")
     if path.suffix != ".json" and (failed := FAILED.search(text)):
@@ -211,6 +211,6 @@ def logs() -> list[Path]:
 
 
 def unlisted() -> list[Path]:
-    """Returns files below the results that no table lists, except in raw/, which git ignores."""
+    """Returns the result files that no table lists, except those in raw/, which git ignores."""
     listed = {*results(), *logs(), *(RESULTS / "raw").glob("*.json")}
     return sorted(path for path in RESULTS.rglob("*") if path.is_file() and path not in listed)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""The table of metrics that `pyvmem.telemetry` exports for a cache. pyvmem must be importable."""
+"""Generates the table of metrics that `pyvmem.telemetry` exports for a cache.
+
+pyvmem must be importable.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ COMMON = {"cache", "le"}  # labels of every metric, and of every histogram
 
 
 def zeros(kind: Any) -> dict[str, Any]:
-    """Returns zeros for all fields of a dataclass of numbers."""
+    """Returns a zero for each field of a dataclass, by name."""
     return {one.name: 0 for one in dataclasses.fields(kind)}
 
 
@@ -48,7 +51,7 @@ def families() -> tuple[Family, ...]:
 
 
 def labels(family: Family) -> str:
-    """Returns the family's own labels, each with its values if these are fixed."""
+    """Returns the labels that are particular to a family, with their values if these are fixed."""
     found: dict[str, dict[str, None]] = {}
     for sample in family.samples:
         for name, value in sample.labels.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The README's measured tables: three headline numbers, and a row for each question."""
+"""Generates the README's measured tables: three headline numbers, and a row for each question."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOT_MEASURED = "not measured yet"
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """Formats a number, or the range of several."""
+    """Formats the range of some numbers, or a single number if all are formatted alike."""
     shown = [format(value, form) for value in sorted(values)]
     return shown[0] if shown[0] == shown[-1] else f"{shown[0]} to {shown[-1]}"
 
@@ -32,13 +32,13 @@ def aims(results: list[Result], wanted: Callable[[str], bool]) -> list[float]:
 
 
 def machines(results: list[Result]) -> str:
-    """Returns the GPUs of some results."""
+    """Returns the names of the GPUs on which some results were measured."""
     names = dict.fromkeys(result["machine"]["gpu"] for result in results)
     return ", ".join(name.removeprefix("NVIDIA ").partition(" ")[0] for name in names)
 
 
 def capacity() -> tuple[str, str]:
-    """Concurrent requests on Azure's trace, 64 KB pages relative to 2 MB pages."""
+    """Returns the gain in concurrent requests of 64 KB pages over 2 MB pages, and the source."""
     run: Result = json.loads((RESULTS / "capacity.json").read_text(encoding="utf-8"))
     found = [
         aim["value"]
@@ -49,7 +49,10 @@ def capacity() -> tuple[str, str]:
 
 
 def overlap() -> tuple[str, str]:
-    """p99 of decode iterations with mapping in the background, relative to mapping beforehand."""
+    """Returns the p99 of decode iterations that map in the background, and the machines.
+
+    It is relative to iterations whose memory was mapped beforehand.
+    """
     found = []
     where: list[Result] = []
     for run in runs("overlap"):
@@ -64,7 +67,10 @@ def overlap() -> tuple[str, str]:
 
 
 def full_card(kind: str, form: str) -> tuple[str, str]:
-    """Decode time on a kind of memory relative to cudaMalloc, at each run's largest footprint."""
+    """Returns the decode time on a kind of memory, and the machines and cache sizes.
+
+    It is relative to cudaMalloc memory, at each run's largest footprint.
+    """
     found: list[float] = []
     where: list[Result] = []
     for run in runs("kernels"):
@@ -94,7 +100,7 @@ def shorter() -> tuple[list[float], list[Result]]:
 
 
 def sharing() -> tuple[str, str]:
-    """Formats `shorter` as a range."""
+    """Returns the range of factors from `shorter`, and the machines."""
     found, where = shorter()
     if not found:
         return NOT_MEASURED, ""
@@ -102,7 +108,10 @@ def sharing() -> tuple[str, str]:
 
 
 def vllm() -> tuple[str, str]:
-    """Throughput of the elastic engine at each rate, relative to the mean of the stock engines."""
+    """Returns the elastic engine's throughput, and the machines.
+
+    It is relative to the mean of the stock engines at each rate.
+    """
     found = []
     where: list[Result] = []
     equal = answers = 0
@@ -123,7 +132,10 @@ def vllm() -> tuple[str, str]:
 
 
 def at_rest() -> tuple[float, float, float, list[Result]]:
-    """Returns bytes at the peak and when idle, and seconds until idle, of the largest load."""
+    """Returns how much memory is mapped at the peak and when idle, and the seconds in between.
+
+    The values, in bytes, are those of the run with the highest peak, which is the last item.
+    """
     most = 0.0, 0.0, 0.0
     where: list[Result] = []
     for run in runs("vllm"):
@@ -137,13 +149,13 @@ def at_rest() -> tuple[float, float, float, list[Result]]:
 
 
 def full_runs() -> list[tuple[Result, Result]]:
-    """Returns runs of vLLM on a full GPU, each with its throughput relative to stock."""
+    """Returns the runs of vLLM on a full GPU, each with its throughput relative to stock."""
     over = [(run, rows(run).get("full/over/rate/elastic")) for run in runs("vllm")]
     return [(run, row) for run, row in over if row is not None]
 
 
 def vllm_full() -> tuple[str, str]:
-    """Throughput on a full GPU relative to stock, with each run's confidence interval."""
+    """Returns each run's throughput on a full GPU relative to stock, and the machines."""
     found = full_runs()
     if not found:
         return NOT_MEASURED, ""
@@ -152,7 +164,7 @@ def vllm_full() -> tuple[str, str]:
 
 
 def headline() -> list[str]:
-    """Three numbers: the gain from sharing, the memory that an idle server frees, and the cost."""
+    """Returns the headline table: the gain from sharing, the memory freed when idle, the cost."""
     found, shared = shorter()
     peak, rest, seconds, idle = at_rest()
     full = full_runs()
@@ -174,7 +186,10 @@ def headline() -> list[str]:
 
 
 def counts() -> tuple[str, str]:
-    """Driver calls to add a page to each of 64 tensors, patched and stock."""
+    """Returns the number of driver calls that add a page to each of 64 tensors, and the machine.
+
+    The number is given for the patched and for the stock driver.
+    """
     path = RESULTS / "softgpu-counts.jsonl"
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     cases = {line["case"]: line for line in lines[1:]}
@@ -188,7 +203,7 @@ def counts() -> tuple[str, str]:
 
 
 def part(results: list[Result]) -> list[str]:
-    """A row for each question."""
+    """Returns the table with a row for each question."""
     where = machines(results)
     attention = aims(results, lambda name: name.startswith("fa3_") and name.endswith("_random"))
     calls = aims(results, lambda name: name == "map_64K")

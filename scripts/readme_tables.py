@@ -87,7 +87,7 @@ def time_of(row: Result | None) -> str:
 
 
 def part_calls(results: list[Result]) -> list[str]:
-    """Microseconds per call, with a table for each GPU."""
+    """Returns a table of microseconds per call for each GPU."""
     lines = []
     for result in results:
         found = rows(result)
@@ -122,7 +122,7 @@ SLOT_COUNTS = (256, 1024, 4096)
 
 
 def part_slots(_: list[Result]) -> list[str]:
-    """The cost of cache calls by number of slots."""
+    """Returns a table of the cost of cache calls by number of slots for each GPU."""
     lines: list[str] = []
     for result in newest_with("slots"):
         found = rows(result)
@@ -149,7 +149,7 @@ def part_slots(_: list[Result]) -> list[str]:
 
 
 def part_aims(results: list[Result]) -> list[str]:
-    """The project's targets, and the measured values."""
+    """Returns the table of the project's targets and the measured values."""
     names: dict[str, str] = {}
     for result in results:
         names |= {aim["id"]: aim["what"] for aim in result["aims"] if aim["applies"]}
@@ -170,12 +170,12 @@ def part_aims(results: list[Result]) -> list[str]:
 
 
 def unit_of(aim: Result) -> str:
-    """Returns the unit after a number; a ratio has none."""
+    """Returns the unit to append to a number, or "" for a ratio."""
     return {"x": "", "us": " µs"}.get(aim["unit"], f" {aim['unit']}")
 
 
 def aim_value(aim: Result | None) -> str:
-    """Formats the measured value, marked if it misses the target."""
+    """Formats a measured value, with a mark if it misses the target."""
     if aim is None or aim["value"] is None:
         return "not run"
     digits = 4 if aim["unit"] == "x" else 3
@@ -184,7 +184,7 @@ def aim_value(aim: Result | None) -> str:
 
 
 def part_verified(results: list[Result]) -> list[str]:
-    """The GPUs and drivers of the runs."""
+    """Returns the table of the GPUs and drivers on which the runs were made."""
     body = [[r["machine"]["gpu"], r["machine"]["driver"]] for r in results]
     return table(["verified on", "driver"], body)
 
@@ -222,7 +222,7 @@ COUNTED = [
 
 
 def part_counts(_: list[Result]) -> list[str]:
-    """Work of the patched driver for a request, counted by the software GPU."""
+    """Returns tables of the patched driver's work per operation, as the software GPU counts it."""
     path = RESULTS / "softgpu-counts.jsonl"
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     cases = {line["case"]: line for line in lines[1:]}
@@ -266,7 +266,7 @@ WORKED = [
 
 
 def part_workloads(_: list[Result]) -> list[str]:
-    """Operation counts of the same workloads on the patched and on the stock driver."""
+    """Returns the table of operation counts of workloads on the patched and the stock driver."""
     path = RESULTS / "softgpu-workloads.jsonl"
     head, *found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     cases = {(line["tensors"], line["case"], line["way"]): line for line in found}
@@ -289,7 +289,7 @@ LAYOUTS = ["g1/64K", "g1/256K", "g1/2M", "g4/64K", "g4/2M", "blocks/16", "blocks
 
 
 def layout_name(layout: str) -> str:
-    """Returns the heading of a layout: g4/2M is four layers in a tensor, 2 MB pages."""
+    """Returns a layout's heading: g4/2M means four layers per tensor and pages of 2 MB."""
     how, _, size = layout.partition("/")
     if how == "blocks":
         return f"paged, {size} tokens"
@@ -299,7 +299,7 @@ def layout_name(layout: str) -> str:
 
 
 def part_capacity(_: list[Result]) -> list[str]:
-    """Concurrent requests, and the memory wasted per request, for each layout."""
+    """Returns the table of concurrent requests, and memory wasted per request, by layout."""
     run = load_run(RESULTS / "capacity.json")
     found = rows(run)
     body = []
@@ -319,7 +319,7 @@ def part_capacity(_: list[Result]) -> list[str]:
 
 
 def part_prefixes(_: list[Result]) -> list[str]:
-    """Hit rates of the prefix tree and of hashed blocks, for each budget."""
+    """Returns the table of hit rates of the prefix tree and of hashed blocks, by budget."""
     run = load_run(RESULTS / "prefixes.json")
     found = rows(run)
     hits = [row for row in run["parts"]["hits"]["rows"] if "budget_bytes" in row]
@@ -340,7 +340,7 @@ def part_prefixes(_: list[Result]) -> list[str]:
 
 
 def part_sharing(_: list[Result]) -> list[str]:
-    """Memory that forks save for samples and beams."""
+    """Returns the table of the memory that forks save for samples and beams."""
     run = load_run(RESULTS / "sharing.json")
     found = rows(run)
     systems = {"g1/64K": "64 KB", "g8/64K": "64 KB, groups of 8", "g1/2M": "2 MB"}
@@ -366,7 +366,7 @@ def part_sharing(_: list[Result]) -> list[str]:
 
 
 def part_turns(_: list[Result]) -> list[str]:
-    """Share of prefix hits that were still mapped, for each budget."""
+    """Returns the table of the fraction of prefix hits that were still mapped, by budget."""
     run = load_run(RESULTS / "prefix-turns.json")
     found = rows(run)
     budgets = list(dict.fromkeys(name.rpartition("/")[2] for name in found))
@@ -390,7 +390,7 @@ def part_turns(_: list[Result]) -> list[str]:
 
 
 def part_windows(_: list[Result]) -> list[str]:
-    """Hit rates of a model with sliding layers by budget, with windows and with all rows kept."""
+    """Returns the table of a sliding-window model's hit rates, with windows and with all rows."""
     run = load_run(RESULTS / "prefix-windows.json")
     found = rows(run)
     budgets = list(dict.fromkeys(name.rpartition("/")[2] for name in found))
@@ -443,7 +443,7 @@ def files() -> list[Path]:
 
 
 def relative(line: str, path: Path) -> str:
-    """Returns a part's line for a file: links from the repository's root become relative to it."""
+    """Returns a part's line with links that are relative to a file instead of the root."""
     here = os.path.relpath(path.parent, ROOT)
 
     def link(match: re.Match[str]) -> str:
@@ -453,7 +453,7 @@ def relative(line: str, path: Path) -> str:
 
 
 def render(texts: dict[Path, str], results: list[Result]) -> dict[Path, str]:
-    """Returns the files' texts with their generated parts renewed."""
+    """Returns the files' texts with regenerated parts."""
     optional = {name: part for name, part in {**CACHE_PARTS, **ENGINE_PARTS}.items() if part([])}
     parts = {
         name if name in OF_PACKAGE else f"measured {name}": (name, part)

@@ -41,7 +41,7 @@ CELL_W, CELL_H, MARGIN = 8.4, 18, 14
 COLOURS = {"31": "#ff7b72", "32": "#7ee787", "33": "#e3b341", "2": "#8b949e", "1": "#ffffff"}
 ESCAPE = re.compile(r"\x1b\[\??(\d*)([A-Za-z])")
 
-Cell = tuple[str, str]  # character, colour
+Cell = tuple[str, str]  # character, color
 Frame = tuple[tuple[Cell, ...], ...]
 
 
@@ -85,12 +85,12 @@ class Screen:
             self.colour = "" if number == "0" else number
 
     def frame(self) -> Frame:
-        """Returns the characters that are on the screen."""
+        """Returns the characters on the screen, with their colors."""
         return tuple(map(tuple, self.lines))
 
 
 def engine(name: str, folder: Path) -> None:
-    """Runs an engine whose requests only grow; it has more requests during its turn."""
+    """Runs an engine whose requests only grow, and which has more requests during its turn."""
     from pyvmem import Context, KVCache, KVCacheConfig
     from pyvmem.kvcache import Budget
     from pyvmem.ledger import Ledger
@@ -136,7 +136,7 @@ def engines(folder: Path) -> Iterator[None]:
 
 
 def record(folder: Path) -> list[tuple[float, Frame]]:
-    """Records the screens of `vmem top`, each with the seconds since the first."""
+    """Runs `vmem top` and returns its screens, each with the seconds since the first."""
     parent, child = pty.openpty()
     fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", HEIGHT + 1, WIDTH, 0, 0))
     words = ["-m", "pyvmem", "top", "--ledger", str(folder), "--interval", str(INTERVAL_S)]
@@ -157,7 +157,7 @@ def record(folder: Path) -> list[tuple[float, Frame]]:
 
 
 def line_of(cells: tuple[Cell, ...], y: float) -> str:
-    """Returns a line as SVG text; gaps result from the positions."""
+    """Returns a line as SVG text, in which gaps result from the positions of the words."""
     parts, column = [], 0
     for colour, group in groupby(cells, key=lambda cell: cell[1]):
         text = "".join(char for char, _ in group)
@@ -218,7 +218,7 @@ text {{ font: 14px {font}; fill: #e6edf3; white-space: pre }}
 
 
 def main() -> int:
-    """Records and writes the animation."""
+    """Records the animation and writes it to a file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", nargs="?", type=Path)
     parser.add_argument("--engine", choices=ENGINES, help=argparse.SUPPRESS)

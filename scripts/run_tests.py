@@ -40,20 +40,22 @@ VERSION = "import sys, venv; print('%d.%d' % sys.version_info[:2])"
 TESTED_WITH = ("torch", "build", "serve", "server", "model", "cuda", "test")
 SLOWEST = ("--durations=12", "--durations-min=8")  # report slow tests in a stage's log
 NO_TOOLS = 3  # docs_site.py's exit status without MkDocs
-# Tests that take a minute and catch most mistakes. They cover each layer and the usual cache calls.
+# Tests that take a minute in total and catch most mistakes. They cover each layer and the usual
+# cache calls.
 EVERYDAY = (
     *("bad_input", "columns", "context", "errors", "order", "parts", "structure", "tensor"),
     *("tickets", "turns", "bench", "docs", "layouts", "logs", "run_tests", "bug_report"),
     *("kvcache", "kvcache_budget", "kvcache_config", "kvcache_prefix", "kvcache_rows"),
     *("kvcache_share", "kvcache_swap", "prefix_tree", "serve_scheduler", "slot_index"),
 )
-# Tests to run on the back end cuda with a software CUDA driver; others are slow with its page size.
+# Tests to run on the back end cuda with a software CUDA driver. Other tests would be slow with its
+# page size.
 ON_CUDA = (
     *("bad_input", "calls", "context", "entries", "errors", "features", "kvcache"),
     *("kvcache_order", "kvcache_share", "kvcache_swap", "kvcache_waits", "tensor", "torch_pool"),
     "vllm_memory",
 )
-# Tests whose code depends little on the back end: `host` runs them in every run.
+# Tests whose code depends little on the back end. Every run includes them on the back end host.
 ON_CUDA_LONG = (
     *("engine_requests", "kvcache_ahead", "kvcache_budget", "kvcache_host_prefixes"),
     *("kvcache_prefix", "kvcache_rows", "kvcache_window", "parallel"),
@@ -71,17 +73,17 @@ C_ON_STOCK = (
 C_ON_STOCK_LONG = (
     *("async", "batch", "compact", "limits", "move", "pool", "stress", "threads", "transfer"),
 )
-# A driver and the Debian suite of the kernel, as in tests/kernel/manifest/kernels.py.
+# Drivers, each with the Debian suite of its kernel, as in tests/kernel/manifest/kernels.py.
 NEWER_KERNELS = (("550.163.01", "--suite", "trixie"),)
 # The slowest files of each directory. They start first, so that no processor idles at the end.
 LONGEST = {
     "tests/python": ("compiled", "serve_identity", "example_engine", "parallel", "interrupts"),
     "tests/vllm": ("engine", "pool", "bench", "server", "example"),
 }
-ENGINES = 2  # vLLM tests in parallel: each has one or two processes of 1 GB
+ENGINES = 2  # number of parallel vLLM tests, each with one or two processes of 1 GB
 LINTED = ("pyvmem", "pyvmem_sglang", "pyvmem_vllm", "benchmarks", "scripts", "tests", "setup.py")
 TYPED = ("pyvmem", "pyvmem_sglang", "pyvmem_vllm", "benchmarks/src", "scripts")
-WORDS = 12  # maximum number of words of a command to show
+WORDS = 12  # the number of a command's words that are shown
 TIMES = BUILD / "test-times.json"
 DOCKERFILE = ROOT / "packaging" / "containers" / "Dockerfile"
 
@@ -92,7 +94,7 @@ class Failed(Exception):
 
 @dataclass
 class Session:
-    """State that stages share: options, and the list of skipped tests."""
+    """The state that all stages share: options, and the list of tests that did not run."""
 
     long: bool = False
     backends: list[str] = field(default_factory=list)
@@ -105,7 +107,7 @@ class Session:
 
 
 def shown(command: Sequence[str | Path]) -> str:
-    """Shortens a command to a line: the tool, its options and the first files."""
+    """Returns a command shortened to one line: the tool, its options and the first files."""
     words = [str(word) for word in command]
     if len(words) > 2 and words[1] == "-m":
         words = words[2:]
@@ -130,7 +132,7 @@ def call(*command: str | Path, cwd: Path = ROOT, **env: str) -> None:
 
 
 def quiet(*command: str | Path, cwd: Path = ROOT, **env: str) -> str:
-    """Runs a command, returns its output; shows it and raises Failed unless it succeeds."""
+    """Runs a command and returns its output; if it fails, shows the output and raises Failed."""
     done = subprocess.run(
         [str(c) for c in command],
         stdin=subprocess.DEVNULL,
@@ -153,7 +155,7 @@ def make(*arguments: str) -> list[str]:
 
 
 def c_tests(sanitizer: str) -> Callable[[Session], None]:
-    """Returns a stage with the C programs of tests/c, built with a sanitizer or without."""
+    """Returns a stage that runs the C programs of tests/c; "" stands for no sanitizer."""
 
     def stage(session: Session) -> None:
         if not list((ROOT / "tests" / "c").glob("test_*.c")):
@@ -250,7 +252,7 @@ def side_by_side(workers: int) -> tuple[str, ...]:
 
 
 def longest_first(folder: str) -> list[str]:
-    """Returns pytest's arguments for the test files of a directory, those in `LONGEST` first."""
+    """Returns pytest's arguments for a directory's test files, starting with those in `LONGEST`."""
     files = {one.stem.removeprefix("test_"): one for one in (ROOT / folder).glob("test_*.py")}
     names = dict.fromkeys((*LONGEST[folder], *sorted(files)))
     paths = [str(files[name].relative_to(ROOT)) for name in names]
@@ -268,8 +270,14 @@ def pytest_on(
 ) -> None:
     """Runs pytest on a back end, with a process per processor, each of which runs whole files.
 
-    `libraries`: a directory to search first for shared libraries. `preload`: LD_PRELOAD. `told`:
-    pytest's verbosity option.
+    Args:
+        backend: the back end.
+        python: the interpreter.
+        marks: pytest's expression that selects tests by their marks.
+        what: pytest's other arguments.
+        libraries: a directory to search first for shared libraries.
+        preload: the value of LD_PRELOAD.
+        told: pytest's verbosity option.
     """
     workers = processors()
     if backend != "host":
@@ -468,7 +476,7 @@ def stock(session: Session) -> None:
 
 
 def usable_gpu_backends() -> list[str]:
-    """Returns those of the back ends stock and cuda whose probe succeeds."""
+    """Returns the GPU back ends whose probe succeeds."""
     found = json.loads(quiet(VENV / "vmem", "probe", "--json"))
     return [one["backend"] for one in found if one["usable"] and one["backend"] != "host"]
 
@@ -507,13 +515,13 @@ def interpreters() -> tuple[dict[str, str], list[str]]:
 
 
 def pyenv_pythons(version: str) -> list[Path]:
-    """Returns the interpreters that pyenv has installed, selected or not."""
+    """Returns the interpreters of a version that pyenv has installed, whether selected or not."""
     root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     return sorted(root.glob(f"versions/{version}.*/bin/python{version}"))
 
 
 def answer(*command: str) -> str | None:
-    """Returns a command's output, or None if it fails."""
+    """Runs a command; returns its stripped output, or None if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else None
 
@@ -594,7 +602,7 @@ STAGES: dict[str, Callable[[Session], None]] = {
     "gpu": gpu_tests,
 }
 ASKED_FOR = ("python-fast", "gpu")  # stages that run only if named
-# Stages that run if named, and with --long.
+# Stages that run only if named or with --long.
 LONG = ("pythons", "sglang", "transformers", "notebook", "wheel-debian", "deb", "containers")
 
 
@@ -604,7 +612,7 @@ def minutes(seconds: float) -> str:
 
 
 class Times:
-    """Seconds that each stage took when it last passed; long runs are stored separately."""
+    """Stores the seconds that each stage took when it last passed, separately for long runs."""
 
     def __init__(self, path: Path, *, long: bool) -> None:
         self._path = path
@@ -614,7 +622,7 @@ class Times:
             self._all = json.loads(path.read_text(encoding="utf-8"))
 
     def left(self, names: Sequence[str]) -> str:
-        """Returns the expected duration of stages, from earlier runs."""
+        """Returns text with the expected duration of stages, based on earlier runs."""
         known = self._all.get(self._mode, {})
         seconds = [known[name] for name in names if name in known]
         if not seconds:

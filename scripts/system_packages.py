@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The parts of the system that set-up needs, and the packages that provide them.
+"""Installs the parts of the system that set-up needs.
 
 Each package manager has a row with its install command and its package for each part. The first
 available manager is used. Its sources and keys are never changed.
@@ -55,7 +55,7 @@ def fail(text: str) -> NoReturn:
 
 
 def quiet(command: Sequence[str], *, show: bool) -> bool:
-    """Returns True if a command succeeds; with `show`, prints its output if it fails."""
+    """Runs a command; returns True if it succeeds. With `show`, prints its output if it fails."""
     done = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
@@ -76,9 +76,9 @@ class Manager:
 
     Attributes:
         install: the install command, to which the packages' names are appended.
-        names: the package for each part. {python} stands for "python3", or, if the Python is not
-            the system's python3, for example "python3.12" with {minor} 12.
-        refresh: the command that fetches package lists, if installing does not.
+        names: the package for each part. {python} stands for "python3" or, if the running Python is
+            not the system's python3, for a name such as "python3.12"; {minor} stands for 12 then.
+        refresh: the command that fetches package lists, if the install command does not.
     """
 
     install: tuple[str, ...]
@@ -150,7 +150,7 @@ def manager() -> Manager | None:
 
 
 def missing() -> list[str]:
-    """Returns the missing parts without which nothing can be built."""
+    """Returns the required parts that are missing."""
     found = [] if shutil.which("gcc") else ["compiler"]
     found += [] if shutil.which("make") else ["make"]
     found += [] if Path("/usr/include/stdio.h").exists() else ["libc"]
@@ -174,9 +174,11 @@ def has_probes() -> bool:
 
 
 def privileged(command: Sequence[str], *, ask: bool) -> list[str] | None:
-    """Returns the command to run as root, or None if impossible.
+    """Returns a command line that runs a command as root, or None if that is impossible.
 
-    ask: the command may ask for a password.
+    Args:
+        command: the command.
+        ask: whether the user may be asked for a password.
     """
     if os.geteuid() == 0:
         return list(command)
@@ -192,8 +194,10 @@ def install_packages(tool: Manager, packages: Sequence[str], *, useful: bool = F
     """Installs packages; returns True on success.
 
     Args:
-        useful: the packages are optional: no password is asked for, and False is returned if they
-            cannot be installed. Without it, a failure prints the command to run and exits.
+        tool: the package manager.
+        packages: the packages' names.
+        useful: true if the packages are optional. Then no password is asked for, and False is
+            returned if they cannot be installed; otherwise, a failure exits with a message.
     """
     say(f"missing packages: {' '.join(packages)}")
     wanted = [*tool.install, *packages]

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: MIT
 """Creates build/transformers: the oldest supported transformers, on top of build/venv.
 
-The exit status is 77 if the packages are unavailable. Dependencies that need a different version
-than build/venv's (huggingface-hub) are installed with it; everything else is imported from
+The exit status is 77 if the packages are unavailable. Dependencies that must have another version
+than in build/venv, such as huggingface-hub, are installed with it; everything else is imported from
 build/venv.
 """
 

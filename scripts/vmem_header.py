@@ -20,7 +20,10 @@ def normal(declaration: str) -> str:
 
 
 def functions() -> dict[str, str]:
-    """Returns declarations by name, without VMEM_API and the semicolon, in the header's order."""
+    """Returns the public declarations in the header's order, by function name.
+
+    They do not include VMEM_API and the semicolon.
+    """
     text = re.sub(r"/\*.*?\*/", "", HEADER.read_text(encoding="utf-8"), flags=re.S)
     found = {}
     for match in re.finditer(r"^VMEM_API\s+([^;]*?\b(\w+)\s*\([^;]*\))\s*;", text, flags=re.M):

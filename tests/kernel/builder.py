@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Builds what the manifest's tests need, each thing once per run."""
+"""Builds the modules, programs and kernels that the manifest's tests need, each once per run."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _CHILDREN: set[subprocess.Popen[bytes]] = set()
 
 
 class BuildError(Exception):
-    """Modules or programs could not be built; the text is the end of make's output."""
+    """Raised when a build fails; the message is the end of the command's output."""
 
 
 @dataclass
 class _Once:
-    """Values computed by the first thread that needs them, while other threads wait."""
+    """Computes each value in the first thread that needs it, while other threads wait."""
 
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _locks: dict[tuple[str, ...], threading.Lock] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Builder:
         self._once = _Once()
 
     def tree(self, test: Test) -> Path:
-        """The folder of the modules that a test loads."""
+        """Returns the directory with the modules that a test loads, built if necessary."""
         words = list(test.tree)
         if test.checked:
             words += ["--kernel-headers", str(self.checked_kernel() / "build")]
@@ -72,7 +72,7 @@ class Builder:
         return self._once.get((*test.tree, str(test.checked)), make)
 
     def programs(self, tree: Path) -> Path:
-        """The folder of the C programs for a tree."""
+        """Returns the directory with the C programs for a tree, built if necessary."""
         out = BUILD / "c" / tree.name
         command = ["make", "-s", "--no-print-directory", "-C", str(HERE / "c"), f"-j{self._jobs}"]
 
@@ -83,7 +83,7 @@ class Builder:
         return self._once.get(("c", str(tree)), make)
 
     def prepare(self, command: Sequence[str]) -> None:
-        """Runs a test's build command."""
+        """Runs a test's build command, if it has one."""
         words = [sys.executable if word == "python3" else word for word in command]
 
         def make() -> Path:
@@ -94,13 +94,13 @@ class Builder:
             self._once.get(("command", *words), make)
 
     def checked_kernel(self) -> Path:
-        """The folder of the self-checking kernel: a link to bzImage, and the build folder."""
+        """Returns the self-checking kernel's directory, with bzImage and the build directory."""
         script = [sys.executable, str(HERE / "checked_kernel.py")]
         return self._once.get(("checked",), lambda: Path(_output(script).splitlines()[-1]))
 
 
 def _output(command: list[str]) -> str:
-    """Returns a command's output; BuildError with the end of the output if it fails."""
+    """Runs a command and returns its output; raises BuildError with the end of it if it fails."""
     with child(command, stderr=subprocess.PIPE) as process:
         out, errors = (data.decode(errors="replace") for data in process.communicate())
     if process.returncode:
@@ -112,7 +112,7 @@ def _output(command: list[str]) -> str:
 
 @contextlib.contextmanager
 def child(command: Sequence[str], stderr: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Starts a process that `end_children` kills together with its own children."""
+    """Starts a process that `end_children` terminates together with its own children."""
     with subprocess.Popen(
         command,
         cwd=ROOT,
@@ -129,7 +129,7 @@ def child(command: Sequence[str], stderr: int) -> Iterator[subprocess.Popen[byte
 
 
 def end_children() -> None:
-    """Kills the processes that `child` started."""
+    """Terminates the processes that `child` started."""
     for process in list(_CHILDREN):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)

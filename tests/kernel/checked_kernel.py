@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: MIT
 """Builds the self-checking kernel (KASAN, lockdep, kmemleak, UBSAN, fault injection).
 
-Source: Debian's package linux-source-*, or LINUX_SRC=folder. Configuration: guest/checked.config.
-Prints a folder with `bzImage`, and with `build` for building modules against.
+The source is Debian's package linux-source-6.1, or the directory that LINUX_SRC names, and the
+configuration is guest/checked.config. Prints the path of a directory that contains `bzImage`, and
+`build`, to build modules against.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ JOBS = os.cpu_count() or 1
 
 
 def fetched_archive(folder: Path) -> Path:
-    """Fetches the source archive from Debian's package without installing the package."""
+    """Returns the source archive from Debian's package, which is downloaded but not installed."""
     area = AptArea(None)
     if not area.versions(PACKAGE):
         area.update()
@@ -45,7 +46,7 @@ def fetched_archive(folder: Path) -> Path:
 
 
 def unpacked_source(folder: Path) -> Path:
-    """Debian's kernel source, fetched and unpacked once."""
+    """Returns the kernel's source: LINUX_SRC, or Debian's, which is fetched and unpacked once."""
     given = os.environ.get("LINUX_SRC")
     if given:
         return Path(given).resolve()
@@ -62,7 +63,7 @@ def unpacked_source(folder: Path) -> Path:
 
 
 def configure(source: Path, build: Path) -> None:
-    """Remakes .config if checked.config has changed, and checks that all options were accepted."""
+    """Regenerates .config if checked.config has changed; checks that all options are accepted."""
     stamp = build / ".wanted"
     wanted = f"{source}\n{CONFIG.read_text(encoding='utf-8')}"
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
@@ -79,7 +80,7 @@ def configure(source: Path, build: Path) -> None:
 
 
 def main() -> int:
-    """Builds the kernel, or the parts of it that are missing."""
+    """Builds the parts of the kernel that are missing or out of date."""
     folder = KERNEL_BUILD / "checked"
     try:
         for tool in ("flex", "bison", "bc"):

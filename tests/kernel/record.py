@@ -32,8 +32,8 @@ __all__ = ["FORMAT", "add_to_record", "add_to_runs", "entry_of", "run_of"]
 
 FORMAT = "vmem-driver-tests/1"
 TESTED = ("kernel_module", "patches", "libvmem", "pyvmem", "tests/kernel")
-# How the programs of tests/kernel/c report the work done: a line counts as the product of its
-# numbers, and as 1 without numbers.
+# Patterns of the lines in which the programs of tests/kernel/c report their work. A line counts as
+# the product of its numbers, or as 1 if it has none.
 COUNTS = {
     "passed": r"^(\d+) passed, \d+ failed, \d+ skipped$",
     "results_of_uvm": r"^RESULT \w+ 0x0$",
@@ -44,7 +44,7 @@ COUNTS = {
 
 
 def counts_of(output: str) -> dict[str, int]:
-    """The work that a test reports."""
+    """Returns the amounts of work that a test's output reports."""
     found = {}
     for name, pattern in COUNTS.items():
         lines = list(re.finditer(pattern, output, re.MULTILINE))
@@ -54,8 +54,8 @@ def counts_of(output: str) -> dict[str, int]:
 
 
 def entry_of(test: Test, word: str, output: str) -> dict[str, Any]:
-    """The record of a test: program, GPU, result, and output."""
-    # Times depend on the machine, and differ from run to run.
+    """Returns a test's entry in a record: program, GPU, result and output."""
+    # Leave out times, which depend on the machine and differ from run to run.
     of_time = re.compile(r"exit status | +[\d.]+ s$")
     lines = [line for line in output.splitlines() if not of_time.match(line)]
     return {
@@ -72,7 +72,7 @@ def entry_of(test: Test, word: str, output: str) -> dict[str, Any]:
 
 
 def module_digest() -> str:
-    """SHA-256 over the compiled files of kernel_module."""
+    """Returns a SHA-256 over the files of kernel_module that are compiled."""
     module = hashlib.sha256()
     for name, content in kernel_files().items():
         module.update(f"{hashlib.sha256(content).hexdigest()}  {name}\n".encode())
@@ -80,21 +80,21 @@ def module_digest() -> str:
 
 
 def commit_of() -> str:
-    """The commit of this checkout, with a + if tests or tested files were changed since."""
+    """Returns this checkout's commit, with a + if tests or tested files were changed since."""
     commit = run("git", "-C", ROOT, "rev-parse", "--short=7", "HEAD").strip()
     changed = run("git", "-C", ROOT, "status", "--porcelain", "-uno", "--", *TESTED).strip()
     return commit + ("+" if changed else "")
 
 
 def today() -> str:
-    """The date in UTC."""
+    """Returns the date in UTC."""
     return time.strftime("%Y-%m-%d", time.gmtime())
 
 
 def run_of(
     test: Test, word: str, output: str, seconds: float, processor_seconds: float
 ) -> dict[str, Any]:
-    """A run's entry in a list: program, machine, duration, and work done."""
+    """Returns a run's entry in a list of runs: test, GPU, duration and work done."""
     return {
         "entry": test.name,
         "driver": test.version,
@@ -120,7 +120,7 @@ def add_to_runs(path: Path, line: dict[str, Any]) -> None:
 
 
 def sources_of(version: str, suite: str | None) -> dict[str, str]:
-    """The sources of the modules, and the kernel that they are built for.
+    """Returns the modules' sources, and the kernel and compiler that they are built for.
 
     Includes the names of driver files that had to be edited for that kernel.
     """
@@ -147,10 +147,10 @@ def sources_of(version: str, suite: str | None) -> dict[str, str]:
 def add_to_record(
     path: Path, version: str, entries: Sequence[dict[str, Any]], suite: str | None = None
 ) -> None:
-    """Writes the entries of a run into a record; each replaces an older entry of its name.
+    """Writes a run's entries into a record; each replaces an older entry with the same name.
 
-    The record's commit and date are those of its last run.
-    Each entry is on its own line, so that a diff of two records shows the tests that differ.
+    The record's commit and date are those of its last run. Each entry is on its own line, so that a
+    diff of two records shows the tests that differ.
     """
     sources = sources_of(version, suite)
     kept: dict[str, dict[str, Any]] = {}

@@ -72,7 +72,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def describe(options: argparse.Namespace) -> Machine:
-    """Describes the machine for the options."""
+    """Returns the machine that the options describe."""
     program, *arguments = options.command
     files = []
     if Path(program).is_file():
@@ -116,13 +116,13 @@ def describe(options: argparse.Namespace) -> Machine:
 
 
 def show(data: bytes) -> None:
-    """Writes output immediately."""
+    """Writes data to standard output, without buffering it."""
     sys.stdout.buffer.write(data)
     sys.stdout.buffer.flush()
 
 
 def main() -> int:
-    """Boots once."""
+    """Boots the machine, runs the command and reports the outcome."""
     options = parse(sys.argv[1:])
     # Terminating this process must stop the guest too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

@@ -48,22 +48,22 @@ from record import add_to_record, add_to_runs, entry_of, run_of  # noqa: E402
 __all__ = ["main"]
 
 SKIPPED = 77
-# Seconds added to a test's limit: for the runner on a busy machine, and for one boot that hangs.
+# Seconds added to a test's time limit for the runner on a busy machine, and for a boot that hangs.
 MARGIN = 60.0 + UP_TIME
 # Multiplies the time limit of every test, for slower or busier machines.
 PATIENCE = float(os.environ.get("VMEM_TEST_PATIENCE", "2"))
-# Lines shown of a failed test's output; its log has everything.
+# The number of lines of a failed test's output that are shown. Its log has all of them.
 MOST_LINES = 300
 CHECKED_MEMORY = 4096
 
 
 def patience(test: Test) -> float:
-    """The time limit of a test, in seconds."""
+    """Returns the time limit of a test, in seconds."""
     return test.timeout * PATIENCE
 
 
 def guest_command(test: Test, builder: Builder) -> list[str]:
-    """The command line of run.py for a test."""
+    """Builds what a test needs; returns the command line of run.py for it."""
     builder.prepare(test.build)
     words = [sys.executable, str(HERE / "run.py"), "--name", test.name]
     words += ["--arch", test.arch, "--gpus", str(test.gpus), "--timeout", str(patience(test))]
@@ -89,7 +89,7 @@ def guest_command(test: Test, builder: Builder) -> list[str]:
 
 @dataclass
 class Result:
-    """The result of a test."""
+    """The result of a test: "ok", "FAIL" or "skip", with its duration and output."""
 
     test: Test
     word: str
@@ -98,10 +98,10 @@ class Result:
     processor_seconds: float = 0.0
 
     def line(self) -> str:
-        """The line to print."""
+        """Returns the line to print."""
         reason = ""
         if self.word == "skip":
-            # The runner's own line comes last.
+            # The last line is the runner's own.
             said = self.output.strip().splitlines()
             reason = f" ({said[-2]})" if len(said) > 1 else ""
         busy = f", {self.processor_seconds:.0f} s of a processor" if self.processor_seconds else ""
@@ -109,7 +109,7 @@ class Result:
 
 
 def run_test(test: Test, builder: Builder, show: bool) -> Result:
-    """Builds and boots; with `show`, prints the output as it comes."""
+    """Builds and runs a test; with `show`, prints its output as it comes."""
     start = time.monotonic()
     try:
         if not test.command and not test.program:
@@ -153,7 +153,7 @@ def verdict(test: Test, status: int, report: dict[str, Any], output: str) -> str
 
 
 def select(tests: list[Test], patterns: list[str], long: bool) -> list[Test]:
-    """The tests that match. A long test is included if it is named."""
+    """Returns the tests that match. A long test is included if it is named."""
     if not patterns:
         return [test for test in tests if long or not test.long]
     found = [t for t in tests if any(fnmatch.fnmatch(t.name, pattern) for pattern in patterns)]
@@ -164,7 +164,7 @@ def select(tests: list[Test], patterns: list[str], long: bool) -> list[Test]:
 
 
 def with_parameters(tests: list[Test], given: list[str]) -> list[Test]:
-    """The tests, with parameters (NAME=VALUE) of their programs overridden."""
+    """Returns the tests with some parameters (NAME=VALUE) of their programs overridden."""
     for word in given:
         if not re.fullmatch(r"[A-Z_]+=\d+", word):
             sys.exit(f"suite.py: --set {word!r} is not a parameter such as SEED=7")
@@ -181,7 +181,7 @@ def with_parameters(tests: list[Test], given: list[str]) -> list[Test]:
 def run_all(
     tests: list[Test], builder: Builder, jobs: int, show: bool, done: Callable[[Result], None]
 ) -> list[Result]:
-    """Runs several tests in parallel, and prints the line of each when it is over.
+    """Runs tests in parallel, and prints the line of each when it ends.
 
     If the suite is terminated, running tests are killed and have no result.
     """
@@ -204,9 +204,9 @@ def run_all(
 
     pool = ThreadPoolExecutor(jobs)
     try:
-        # Two tests that wait for one tree would leave a processor idle: a test stays in the queue
-        # until its tree is built, and while one tree is built others are tested. Tests with the
-        # longest time limits start first, so that none of them is left for the end.
+        # Two tests that wait for the same tree would leave a processor idle. So a test is queued
+        # only when its tree is built, and other trees are tested meanwhile. Tests with the longest
+        # time limits start first, so that none of them is left for the end.
         waiting: dict[tuple[tuple[str, ...], bool], list[Test]] = {}
         for test in sorted(tests, key=lambda one: -one.timeout):
             waiting.setdefault((base_tree(test), test.checked), []).append(test)
@@ -229,24 +229,24 @@ def run_all(
 
 
 def base_tree(test: Test) -> tuple[str, ...]:
-    """The tree that a test loads, or from which its mutant is built; none if it loads nothing."""
+    """Returns the tree that a test loads, or that its mutant is built from; () if it needs none."""
     return replace(test, mutant="").tree if test.load or test.program else ()
 
 
 def build_first(builder: Builder, test: Test) -> None:
-    """Builds that tree; errors are reported by the tests that need it."""
+    """Builds a test's base tree; errors are reported by the tests that need it."""
     if base_tree(test):
         with contextlib.suppress(BuildError):
             builder.tree(replace(test, mutant=""))
 
 
 def tests_of(driver: str, suite: str | None) -> list[Test]:
-    """The required tests of a driver, optionally on the kernel of a Debian suite."""
+    """Returns the required tests of a driver, optionally on the kernel of a Debian suite."""
     return kernel_tests(suite, driver) if suite else branch_tests(driver)
 
 
 def main() -> int:
-    """Parses the command line, and runs."""
+    """Parses the command line and runs the tests."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""The module and tests/kernel/c cover every name in uvm_vmem_ioctl.h.
+"""Tests that the module and tests/kernel/c cover every name in uvm_vmem_ioctl.h.
 
-Those programs test the behaviour; this test checks that no name was forgotten.
+The programs in tests/kernel/c test the behavior; this file checks that no name was forgotten.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ NOT_PLAYED = {
 
 
 def module_text() -> str:
-    """The module's sources."""
+    """Returns the module's sources."""
     return "".join(path.read_text(encoding="utf-8") for path in sorted(MODULE.glob("uvm_vmem*.c")))
 
 
 def programs_text() -> str:
-    """The test programs, without their common header (abi.h names every field and command)."""
+    """Returns the test programs' sources without abi.h, which names every field and command."""
     return "".join(path.read_text(encoding="utf-8") for path in sorted(PROGRAMS.glob("*.c")))
 
 
 def errnos() -> set[str]:
-    """The errnos that the header documents."""
+    """Returns the errnos that the header documents."""
     listed = HEADER.split("Errors mean the same in all commands", 1)[1].split(" */", 1)[0]
     return set(re.findall(r"^ \*   (E[A-Z0-9]+) ", listed, flags=re.MULTILINE))
 
 
 def structs() -> dict[str, list[str]]:
-    """The commands' structs and their fields."""
+    """Returns the names of the commands' structs, each with its fields."""
     found = {}
     for match in re.finditer(r"^struct (uvm_vmem_\w+) \{(.*?)^\};", CODE, re.DOTALL | re.MULTILINE):
         found[match[1]] = re.findall(r"(\w+)(?:\[\w+\])?;", match[2])
@@ -61,7 +61,7 @@ def test_a_program_expects_each_errno() -> None:
 
 @pytest.mark.parametrize("struct", [*structs()])
 def test_each_field_is_wrong_once(struct: str) -> None:
-    """Every input field has a row in the matrix; size has its own table."""
+    """Every input field has a row in the matrix, except `size`, which has its own table."""
     matrix = (PROGRAMS / "abi_matrix.c").read_text(encoding="utf-8")
     rows = set(re.findall(rf"ROW\(struct {struct}, (\w+),", matrix))
     given = {field for field in structs()[struct] if not field.startswith("out_")} - {"size"}
@@ -97,6 +97,7 @@ def test_the_library_knows_each_refusal_and_errno() -> None:
     source = (ROOT / "libvmem" / "src" / "backend" / "uvm" / "ioctl.c").read_text(encoding="utf-8")
     refusals = set(re.findall(r"\b(UVM_VMEM_GPU_\w+)\b", CODE)) - {"UVM_VMEM_GPU_OK"}
     assert refusals == set(re.findall(r"\[(UVM_VMEM_GPU_\w+)\] = ", source))
-    # From another module, from WAIT, which the library does not call, and from a killed process.
+    # These come from another module, from WAIT, which the library does not call, and from calls of
+    # a killed process.
     unseen = {"ENOTTY", "ETIMEDOUT", "EINTR"}
     assert errnos() - unseen == set(re.findall(r"MEANING\((E\w+),", source))

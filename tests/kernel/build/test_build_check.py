@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The check of our kernel sources reports warnings and findings in our files only."""
+"""Tests that kernel_check reports only the warnings and findings in our files."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Kernels of other Debian suites: where packages are unpacked, and which compiler is used."""
+"""Tests where kernel_debian unpacks the kernels of other suites, and which compiler it uses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ META = f"Package: linux-headers-cloud-amd64\nDepends: linux-headers-{RELEASE} (=
 
 
 def package(name: str, files: dict[str, str | Path], folder: Path) -> Path:
-    """Builds a package of files, each given as its text or as a file to copy."""
+    """Builds a package that contains the files, each given as text or as a file to copy."""
     inside = folder / f"{name}.inside"
     for path, content in files.items():
         (inside / path).parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def libc() -> Path:
 
 
 def kernel(*, parts: bool) -> dict[str, dict[str, str | Path]]:
-    """The packages of a kernel; `parts`: its image is split into separate packages."""
+    """Returns a kernel's packages; with `parts`, its image and modules are in separate packages."""
     image = f"boot/vmlinuz-{RELEASE}"
     files: dict[str, dict[str, str | Path]] = {
         f"linux-headers-{RELEASE}": {
@@ -74,7 +74,7 @@ def kernel(*, parts: bool) -> dict[str, dict[str, str | Path]]:
 
 
 class Area:
-    """A fake archive: a dictionary of packages."""
+    """A fake AptArea whose archive is a dictionary of packages."""
 
     packages: dict[str, dict[str, str | Path]]
     asked: list[str]
@@ -149,7 +149,7 @@ def test_programs_use_the_library_that_came_with_them(area: type[Area]) -> None:
         said = subprocess.check_output(["patchelf", "--print-interpreter", program], text=True)
         assert said.strip() == str(libraries / loader().name)
         subprocess.run([program], check=True)
-    # Without its own library the compiler does not start: it does not fall back on the system's.
+    # Without that library modpost does not start: it does not fall back on the system's library.
     (libraries / "libc.so.6").rename(libraries / "gone")
     (libraries / "libc.so.6").write_text("no library")
     assert subprocess.run([modpost], check=False, capture_output=True).returncode != 0
@@ -159,7 +159,7 @@ def test_what_is_there_is_not_fetched_again(area: type[Area]) -> None:
     first = debian_headers("trixie")
     area.asked.clear()
     assert debian_headers("trixie") == first
-    # For a second kernel with the same compiler only the kernel is fetched.
+    # For a second kernel with the same compiler, only the kernel is fetched.
     debian_headers("trixie-backports")
     assert area.asked == ["update trixie-backports"]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""docs/driver/operations.md quotes and explains the driver's messages."""
+"""Tests that docs/driver/operations.md quotes and explains the driver's messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_every_word_on_a_fault_is_explained() -> None:
 
 
 def test_the_files_that_it_names_are_made() -> None:
-    """The page's names of procfs files and module parameters exist."""
+    """All procfs files and module parameters that the page names exist."""
     page = PAGE.read_text(encoding="utf-8")
     sources = "".join(p.read_text("utf-8") for p in (ROOT / "kernel_module").glob("*.c"))
     for name in set(re.findall(r"/proc/driver/nvidia-uvm/(\w+)", page)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The files of the kernel module call each other in one direction."""
+"""Tests that the files of the kernel module do not call each other in a cycle."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def calls(folder: Path) -> dict[str, set[str]]:
 
 
 def circle(files: dict[str, set[str]]) -> set[str]:
-    """The files that call each other in a cycle."""
+    """Returns the files that call each other in a cycle, and the files that call those."""
     left = dict(files)
     while done := [file for file, others in left.items() if not others & set(left)]:
         for file in done:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The patch series: which one serves which version, and that nothing is applied by guessing."""
+"""Tests which patch series serves which version, and that no patch is applied by guessing."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ def test_contracts_name_versions_that_are_served() -> None:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Clone:
-    """A repository like NVIDIA's, with four tags of the branches served and two others."""
+    """A repository like NVIDIA's, with four tags of supported branches and two other tags."""
     path = tmp_path / "clone"
 
     def git(*words: str) -> None:
@@ -391,5 +391,5 @@ def test_a_mutant_is_applied_to_our_files_alone(
 
 @pytest.mark.parametrize("mutant", sorted(path.stem for path in MUTANTS.glob("*.patch")))
 def test_every_mutant_applies(mutant: str) -> None:
-    """A changed comment in a patch's context would otherwise show only when its guest is built."""
+    """Otherwise a changed comment in a patch's context would fail only when the mutant is built."""
     assert kernel_files(mutant) != kernel_files()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Detection of missing prerequisites of the kernel tests."""
+"""Tests that kernel_setup detects missing prerequisites of the kernel tests."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The driver's sources: versions, locations, and Debian's signed archive."""
+"""Tests how the driver's sources are found: versions, locations, and Debian's signed archive."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KBUILD = 'ccflags-y += -DNV_VERSION_STRING=\\"{}\\"\n'
 
 
 def write_tree(folder: Path, version: str) -> Path:
-    """Writes the smallest folder that is accepted as a kernel-open tree."""
+    """Writes the smallest directory that is accepted as a kernel-open tree."""
     (folder / "nvidia-uvm").mkdir(parents=True)
     (folder / "nvidia-uvm" / "uvm.c").write_text("int uvm;\n")
     (folder / "Kbuild").write_text(KBUILD.format(version))
@@ -30,7 +30,7 @@ def write_tree(folder: Path, version: str) -> Path:
 
 @pytest.fixture(autouse=True)
 def nothing_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """An environment that names no source, and private build folders."""
+    """Unsets the variables that name a source, and uses a private build directory."""
     build = tmp_path / "build"
     monkeypatch.delenv("NV_SRC", raising=False)
     monkeypatch.delenv("VMEM_DRIVER_SRC_DIR", raising=False)
@@ -210,7 +210,7 @@ def test_a_system_without_debian_is_told(tmp_path: Path) -> None:
 
 
 def package(folder: Path, version: str) -> Path:
-    """Builds a package like Debian's, with a source of three files."""
+    """Builds a package like Debian's, whose source consists of three files."""
     tree = write_tree(folder / "modules" / "nvidia-open-kernel", version.split("-")[0])
     (tree / "nvidia").mkdir()
     (tree / "nvidia" / "nv-kernel.o_binary").write_text("left out")
@@ -231,7 +231,7 @@ def package(folder: Path, version: str) -> Path:
 
 
 class Archive:
-    """A Debian archive in a folder, signed with a key made for it."""
+    """A Debian archive in a directory, signed with a key that was generated for it."""
 
     def __init__(self, folder: Path) -> None:
         self.root = folder / "debian"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Contents of build folders, incremental rebuilds, and reuse between folders."""
+"""Tests the contents of build directories, incremental rebuilds, and reuse between directories."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def headers(tmp_path: Path) -> KernelHeaders:
-    """A kernel's build folder as in Debian: separate from the sources, which it includes."""
+    """A kernel's build directory as in Debian, whose Makefile includes that of the sources."""
     folder = tmp_path / "headers"
     (folder / "include" / "generated").mkdir(parents=True)
     (folder / "include" / "config").mkdir()
@@ -255,7 +255,7 @@ def test_modules_are_put_out_when_they_are_new(headers: KernelHeaders) -> None:
 
 @pytest.fixture
 def work(tmp_path: Path) -> Path:
-    """A build folder whose conftests have been run."""
+    """A build directory with the results of conftests."""
     folder = tmp_path / "work"
     (folder / "conftest" / "compile-tests").mkdir(parents=True)
     (folder / "conftest" / "generic.h").write_text("#define NV_X\n")
@@ -268,7 +268,7 @@ def work(tmp_path: Path) -> Path:
 
 
 def fresh(work: Path, name: str) -> Path:
-    """Another folder with the same sources, whose conftests have not been run."""
+    """Returns a copy of a build directory without the results of conftests."""
     other = work.with_name(name)
     shutil.copytree(work, other)
     shutil.rmtree(other / "conftest")

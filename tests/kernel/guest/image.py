@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Builds the disk image that gives a guest Python and the usual programs.
 
-Everything has the same path as on this machine: the interpreter, the environment build/venv with
-what the tests import, shared libraries, programs of Debian. The image is read-only and does not
+Everything has the same path as on this machine: the interpreter, the packages of build/venv that
+the tests import, shared libraries and Debian's programs. The image is read-only and does not
 contain the project, which changes from run to run: the runner overlays it (see `layer`).
-mke2fs fills the image from a folder of links, so neither root nor a mount is needed.
+mke2fs fills the image from a directory of links, so neither root nor a mount is needed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["layer", "python_image"]
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent.parent
 PYTHON = ROOT / "build" / "venv" / "bin" / "python"
-# Packages that the tests import; their dependencies are added.
+# Packages that the tests import. Their dependencies are included automatically.
 DISTRIBUTIONS = ("pyvmem", "torch", "numpy", "pytest", "pytest-timeout", "hypothesis")
 LEFT_OUT_OF_LIBRARY = {
     *("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "tkinter"),
@@ -57,14 +57,14 @@ ETC = {
 
 
 class _Staging:
-    """The folder that mke2fs copies: hard links if the file system allows them, else copies."""
+    """The directory that mke2fs copies. It contains hard links or, if those fail, copies."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.size = self.count = 0
 
     def place(self, path: Path) -> Path:
-        """Maps a path of this machine into the folder; /lib is /usr/lib on merged systems."""
+        """Maps a path of this machine into the directory; /lib is /usr/lib on merged systems."""
         parts = path.parts[1:]
         if parts and parts[0] in MERGED and Path("/", parts[0]).is_symlink():
             parts = (*Path("/", parts[0]).resolve().parts[1:], *parts[1:])
@@ -88,7 +88,7 @@ class _Staging:
                 shutil.copy2(path, new)
 
     def tree(self, path: Path, left_out: Iterable[str]) -> None:
-        """Adds all files below a folder, except in the folders `left_out`."""
+        """Adds all files below a directory, except those in directories named in `left_out`."""
         for parent, folders, files in os.walk(path):
             folders[:] = [one for one in folders if one not in left_out]
             for one in files:
@@ -97,7 +97,7 @@ class _Staging:
 
 
 def python_image(cache: Path) -> Path:
-    """Returns this environment's image, and builds it if needed. Keeps only the newest image."""
+    """Returns this environment's image, built if necessary, and deletes older images."""
     if not PYTHON.exists():
         raise GuestError(f"no {PYTHON.relative_to(ROOT)}: run `make setup`")
     asked = [PYTHON, HERE / "python_files.py", *DISTRIBUTIONS]
@@ -148,7 +148,7 @@ def _make(found: dict[str, list[str]], folder: Path, image: Path) -> None:
         staging.add(Path(name))
     for path in _shared_libraries(staging.folder):
         staging.add(path)
-    # Room for inodes, and a tenth more for the file system's own tables.
+    # Leave room for inodes, and a tenth more for the file system's own tables.
     megabytes = (staging.size * 11 // 10 >> 20) + 32
     new = folder / "image"
     command = ["mke2fs", "-q", "-F", "-t", "ext4", "-O", "^has_journal,^resize_inode", "-m", "0"]
@@ -165,7 +165,7 @@ def _make(found: dict[str, list[str]], folder: Path, image: Path) -> None:
 
 
 def _shared_libraries(folder: Path) -> list[Path]:
-    """The libraries that the programs and libraries below a folder are linked to."""
+    """Returns the libraries that the programs and libraries below a directory are linked with."""
     elf = []
     for parent, _, files in os.walk(folder):
         for path in (Path(parent, one) for one in files):

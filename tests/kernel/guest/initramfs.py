@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Writes the guest's initramfs, a cpio archive in the kernel's "newc" format.
 
-Documentation/driver-api/early-userspace/buffer-format.rst of Linux describes the format. Writing it
-here needs no program, no folder to collect the files in, and no root for the device nodes.
+Linux describes the format in Documentation/driver-api/early-userspace/buffer-format.rst. Writing it
+here needs no external program, no staging directory, and no root privileges for device nodes.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ TRAILER = "TRAILER!!!"
 
 
 class Initramfs:
-    """The archive's entries by their path in the guest. Adds parent folders automatically."""
+    """An archive whose entries are added by their path in the guest, after their directories."""
 
     def __init__(self) -> None:
         self._entries: dict[str, tuple[int, Path | bytes, int]] = {}
 
     def folder(self, name: str) -> None:
-        """Adds a folder, and before it its parents."""
+        """Adds a directory, after its parents."""
         for path in reversed((PurePosixPath(name), *PurePosixPath(name).parents)):
             if str(path) != "/":
                 self._entries.setdefault(str(path), (stat.S_IFDIR | 0o755, b"", 0))
 
     def text(self, name: str, content: str, mode: int = 0o644) -> None:
-        """Adds a file with this content."""
+        """Adds a file with the given content."""
         self._put(name, (stat.S_IFREG | mode, content.encode(), 0))
 
     def file(self, name: str, source: Path) -> None:
-        """Adds a copy of a file of the host, with its permissions."""
+        """Adds a copy of a host file, with its permissions."""
         mode = source.stat().st_mode & 0o777
         self._put(name, (stat.S_IFREG | mode, source, 0))
 
     def tree(self, name: str, source: Path) -> None:
-        """Adds a copy of everything below a folder of the host; links stay links."""
+        """Adds a copy of everything below a host directory; links stay links."""
         self.folder(name)
         for parent, folders, files in os.walk(source):
             inside = PurePosixPath(name) / Path(parent).relative_to(source).as_posix()

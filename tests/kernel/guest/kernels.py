@@ -15,7 +15,7 @@ __all__ = ["kernel_for", "own_modules", "release_of"]
 
 
 def release_of(module: Path) -> str:
-    """The release of the kernel that a module was built for."""
+    """Returns the release of the kernel that a module was built for."""
     found = re.search(rb"\0vermagic=(\S+) ", module.read_bytes())
     if found is None:
         raise GuestError(f"{module} names no kernel release")
@@ -23,7 +23,7 @@ def release_of(module: Path) -> str:
 
 
 def kernel_for(tree: Path | None, build: Path) -> Path:
-    """The kernel image to boot: $VMEM_GUEST_KERNEL, else an unpacked or an installed kernel."""
+    """Returns the kernel image to boot: $VMEM_GUEST_KERNEL, or an unpacked or installed kernel."""
     named = os.environ.get("VMEM_GUEST_KERNEL")
     if named:
         return Path(named)
@@ -36,7 +36,7 @@ def kernel_for(tree: Path | None, build: Path) -> Path:
 
 
 def own_modules(kernel: Path, names: Iterable[str], cache: Path) -> list[Path]:
-    """Modules of a kernel and their dependencies, in an order in which they can be loaded.
+    """Returns some of a kernel's modules and their dependencies, in an order to load them in.
 
     Missing modules are skipped: they are built in, or the code that needs them will fail.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Runs one virtual machine: from the description of a run to its result."""
+"""Runs a command in a virtual machine, and returns the outcome."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ __all__ = ["Machine", "Outcome", "GuestError"]
 
 HERE = Path(__file__).resolve().parent
 QEMU = "qemu-system-x86_64"
-# Everything that QEMU supports except 57-bit user addresses: drivers usually see 47 bits.
+# All features that QEMU supports except 57-bit user addresses: drivers usually see 47 bits.
 PROCESSOR = "max,la57=off"
 # no_timer_check: on a busy host the timer that the kernel would check is late.
 COMMAND_LINE = (
     "console=ttyS0 quiet panic=-1 oops=panic printk.devkmsg=on no_timer_check watchdog_thresh=60"
     " rcupdate.rcu_cpu_stall_timeout=120"
 )
-# A kernel that has not started its first program after this time hangs; on a busy host it takes 10
-# s.
+# A kernel that has not started its first program after this many seconds hangs. On a busy host, it
+# usually takes 10 seconds.
 UP_TIME = 90.0
-# A run shows where it hangs this long before its time limit.
+# A run that hangs shows where it does this many seconds before its time limit.
 LAST_WORDS = 10.0
 
 
 class GuestError(Exception):
-    """A run that could not be started."""
+    """Raised when a run cannot be started."""
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Outcome:
     loaded: bool  # the guest reached the command
     late: bool
     seconds: float
-    processor_seconds: float  # CPU time on this machine, whatever else ran there
+    processor_seconds: float  # CPU time on the host, without that of other programs
     log: Path
 
     @property
@@ -117,11 +117,11 @@ class _Run:
         self._output = _Lines(lambda line: self._write(f"| {line}"))
 
     def console(self, data: bytes) -> None:
-        """Handles output of the kernel's log."""
+        """Handles output of the console, which shows the kernel's log."""
         self._console.feed(data)
 
     def output(self, data: bytes) -> None:
-        """Handles output of the command."""
+        """Handles the command's output."""
         self._show(data)
         self._output.feed(data)
 
@@ -130,11 +130,11 @@ class _Run:
         self._output.end()
 
     def limit(self, timeout: float) -> float:
-        """The time limit in seconds since the start, for the stage that the guest has reached."""
+        """Returns the time limit of the stage that the guest has reached, in seconds from start."""
         return timeout if self.words else min(UP_TIME, timeout)
 
     def failures(self) -> list[str]:
-        """Failures other than the command's own."""
+        """Returns the failures other than the command's own."""
         found = []
         for word in self.words:
             if word.startswith("cannot-"):
@@ -163,7 +163,7 @@ class _Run:
 
 
 def stripped(module: Path, cache: Path) -> Path:
-    """Makes a copy of a module without debug information, which would fill the guest's memory."""
+    """Returns a copy of a module without debug information, which would fill the guest's memory."""
     made = cache / f"{module.parent.resolve().as_posix().replace('/', '%')}%{module.name}"
     if not made.exists() or made.stat().st_mtime_ns != module.stat().st_mtime_ns:
         cache.mkdir(parents=True, exist_ok=True)
@@ -176,7 +176,7 @@ def stripped(module: Path, cache: Path) -> Path:
 
 
 def first_file_system(machine: Machine, nonce: str, cache: Path) -> Initramfs:
-    """The guest's initial file system."""
+    """Returns the guest's initial file system."""
     busybox = shutil.which("busybox")
     if busybox is None:
         raise GuestError("busybox not found (Debian: busybox-static)")
@@ -219,7 +219,7 @@ def first_file_system(machine: Machine, nonce: str, cache: Path) -> Initramfs:
 
 
 def qemu_command(machine: Machine, initramfs: Path, console: int, output: int) -> list[str]:
-    """The QEMU command line. The serial ports are pipes of this process."""
+    """Returns the QEMU command line, in which the serial ports are pipes of this process."""
     words = [QEMU, "-accel", "tcg,thread=multi", "-cpu", PROCESSOR, "-smp", str(machine.processors)]
     words += ["-m", str(machine.memory), "-nodefaults", "-no-user-config", "-display", "none"]
     words += ["-no-reboot", "-kernel", str(machine.kernel), "-initrd", str(initramfs)]
@@ -233,11 +233,11 @@ def qemu_command(machine: Machine, initramfs: Path, console: int, output: int) -
 
 
 def boot(machine: Machine, log: Path, cache: Path, show: Callable[[bytes], None]) -> Outcome:
-    """Boots, waits for the end, and returns the outcome.
+    """Boots a machine, waits until it stops, and returns the outcome.
 
     A kernel that dies or hangs before its first program is booted once more. None of our code has
-    run in it: on a busy machine QEMU's emulation can execute code that the kernel is just patching,
-    which causes an oops, or a processor stalls.
+    run in it. The cause is a busy host: QEMU's emulation can execute code that the kernel is just
+    patching, which causes an oops, or a processor can stall.
     """
     if shutil.which(QEMU) is None:
         raise GuestError(f"{QEMU} not found (Debian: qemu-system-x86)")
@@ -250,7 +250,7 @@ def boot(machine: Machine, log: Path, cache: Path, show: Callable[[bytes], None]
 
 
 def _boot(machine: Machine, log: Path, cache: Path, show: Callable[[bytes], None]) -> Outcome:
-    """Boots once."""
+    """Boots a machine once."""
     log.parent.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
     with open(log, "wb") as kept, tempfile.TemporaryDirectory(prefix="vmem-guest-") as folder:

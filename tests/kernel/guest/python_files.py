@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Run by the Python whose environment is to be copied: prints its files as JSON.
+"""Prints the files of the Python environment that runs this script, as JSON.
 
-`executables` are paths in the order of the links between them, `library` is the folder of the
-standard library, `files` are those of the requested distributions and of their dependencies.
+`executables` are the interpreter's path and the targets of its links, in this order, `library` is
+the standard library's directory, and `files` are the files of the requested distributions and their
+dependencies.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from pathlib import Path
 __all__ = ["main"]
 
 LEFT_OUT = {"bin", "include", "share", "test", "tests"}
-# Exceptions to what is left out: programs, a file that torch needs to load, and tests that are an
-# API.
+# Exceptions to LEFT_OUT: programs, a file that torch needs when it is imported, and packages for
+# tests that are part of an API.
 KEPT = (
     "../../../bin/",
     "torch/bin/torch_shm_manager",
@@ -33,7 +34,7 @@ VENDOR = ("nvidia-", "triton", "cuda-")
 
 
 def distributions(names: list[str]) -> list[importlib.metadata.Distribution]:
-    """The installed distributions among those named and their dependencies."""
+    """Returns those of the named distributions and their dependencies that are installed."""
     found: dict[str, importlib.metadata.Distribution] = {}
     todo, seen = list(names), set()
     while todo:
@@ -61,7 +62,7 @@ def wanted(name: str) -> bool:
 
 
 def links(path: Path) -> list[str]:
-    """A path and its targets, link by link."""
+    """Returns a path and, if it is a link, the targets along the chain of links."""
     found = [str(path)]
     while path.is_symlink():
         path = path.parent / os.readlink(path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The archive that a guest boots from."""
+"""Tests the archive that a guest boots from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from guest.initramfs import Initramfs
 
 
 def entries(archive: Path) -> list[tuple[str, int, bytes]]:
-    """Parses an archive, by the format's description, into name, mode and content of entries."""
+    """Parses an archive as the format's description says; returns names, modes and contents."""
     data, found, offset = archive.read_bytes(), [], 0
     while True:
         assert data[offset : offset + 6] == b"070701"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The record of a driver's tests: what is counted, and how a later run changes it."""
+"""Tests the record of a driver's tests: what is counted, and how a later run changes it."""
 
 from __future__ import annotations
 

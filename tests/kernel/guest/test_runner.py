@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The runner relays output and exit status, and reports every failure as a failure.
+"""Tests that the runner relays output and exit status, and reports every failure.
 
 These guests load no module, so the newest available kernel is used.
 """
@@ -24,7 +24,7 @@ RUN = Path(__file__).resolve().parent.parent / "run.py"
 
 @dataclass
 class Ran:
-    """The result of a guest."""
+    """The result of a command that ran in a guest."""
 
     status: int
     output: str
@@ -92,7 +92,7 @@ def test_a_crash_is_a_failure_though_the_command_printed_success(tmp_path: Path)
 def test_a_kernel_that_dies_or_hangs_before_its_first_program_is_booted_once_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str, fate: bytes, failure: str
 ) -> None:
-    """A program replaces QEMU that exits immediately, or never."""
+    """QEMU is replaced by a program that exits immediately, or never."""
     program, boots = tmp_path / "qemu", tmp_path / "boots"
     program.write_text(f"#!/bin/sh\necho boot >>{boots}\n{then}\n")
     program.chmod(0o755)

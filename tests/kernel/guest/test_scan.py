@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Lines that the scan of a kernel's log reports, and lines that it ignores."""
+"""Tests which lines of a kernel's log are reported, and which are ignored."""
 
 from __future__ import annotations
 

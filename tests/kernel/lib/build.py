@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: MIT
 """Builds libvmem's tests for the guest, which read GPU memory through /dev/softgpu.
 
-Into build/kernel/lib: the C tests that can run on a GPU, static, and pyvmem's extension module.
-The library consists of the same objects that users get; only `vm_uvm_contents` is added.
+The results are in build/kernel/lib: the C tests that can run on a GPU, linked statically, and
+pyvmem's extension module. The library consists of the same objects that users get; only
+`vm_uvm_contents` is added.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SOFTGPU = ROOT / "tests" / "kernel" / "softgpu"
 FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O2", "-g", "-fPIC", "-fvisibility=hidden", "-pthread"]
 INCLUDES = ["libvmem/include", "libvmem/src", "kernel_module", "tests/kernel/softgpu"]
 ACCESSOR = [Path(__file__).resolve().parent / "contents_softgpu.c", SOFTGPU / "softgpu_user.c"]
-# Tests that use `host` only as an ordinary back end, so that they run on any other.
+# Tests that need nothing special of the back end `host`, so that they run on any other.
 TESTS = (
     "accounting",
     "async",
@@ -67,18 +68,18 @@ def stale(target: Path, sources: Iterable[Path]) -> bool:
 
 
 def compiler() -> list[str]:
-    """The C compiler with the common flags."""
+    """Returns the C compiler's command with the common flags."""
     return ["gcc", *FLAGS, *(f"-I{ROOT / folder}" for folder in INCLUDES)]
 
 
 def library() -> list[Path]:
-    """libvmem's objects, built by its own Makefile."""
+    """Builds libvmem's objects with its own Makefile, and returns them."""
     run("make", "-s", "-C", "libvmem", "-j2", f"BUILD={OBJECTS}", "lib")
     return sorted((OBJECTS / "lib" / "obj").rglob("*.o"))
 
 
 def c_tests(objects: list[Path]) -> None:
-    """The C programs, static: they run in the guest's initramfs."""
+    """Builds the C programs, linked statically because they run in the guest's initramfs."""
     tests = ROOT / "tests" / "c"
     own = Path(__file__).resolve().parent
     for name in (*TESTS, *OWN_TESTS):
@@ -88,7 +89,7 @@ def c_tests(objects: list[Path]) -> None:
         if not stale(target, [*sources, *objects, tests / "check.h", *SOFTGPU.glob("softgpu*.h")]):
             continue
         part = OUT / f".test_{name}"
-        # The library looks for libcuda at run time; the guest has none.
+        # The library looks for libcuda at run time, but the guest has none.
         run(
             *compiler(),
             "-static",
@@ -122,12 +123,12 @@ def extension(objects: list[Path]) -> None:
 
 
 def main() -> None:
-    """Builds what is out of date."""
+    """Builds everything that is out of date."""
     python = ROOT / "build" / "venv" / "bin" / "python"
     if Path(sys.prefix).resolve() != python.parent.parent.resolve():
-        os.execv(python, [str(python), *sys.argv])  # this Python has cffi
+        os.execv(python, [str(python), *sys.argv])  # the Python that has cffi
     OUT.mkdir(parents=True, exist_ok=True)
-    # Tests that run in parallel each call this.
+    # Tests that run in parallel may each run this script.
     with (OUT / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         objects = library()

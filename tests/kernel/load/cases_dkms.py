@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The module that modprobe loads with the DKMS package installed."""
+"""Cases that check which module modprobe loads when the DKMS package is installed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STOCK = {"VMEM_UVM": "stock"}
 
 
 def install(machine: Machine, rules: str = DEBIAN_RULES, **files: str) -> None:
-    """Installs the files of the package, and unloads UVM."""
+    """Unloads UVM, and installs the given modules and the package's files."""
     machine.run("rmmod", "nvidia_uvm").expect(0)
     named = {f"{name.replace('_', '-')}.ko": which for name, which in files.items()}
     machine.lay_out(named, rules)
@@ -30,7 +30,7 @@ def install(machine: Machine, rules: str = DEBIAN_RULES, **files: str) -> None:
 
 
 def debian(machine: Machine, ours: str) -> None:
-    """Installs on a machine with Debian's package of the driver."""
+    """Installs the package on a machine with Debian's driver package."""
     install(
         machine,
         nvidia_current_open="nvidia.ko",
@@ -48,7 +48,7 @@ def patched_module_is_loaded(machine: Machine) -> None:
 
 
 def with_the_driver_itself(machine: Machine) -> None:
-    """On a freshly booted machine modprobe nvidia-uvm loads nvidia too."""
+    """On a freshly booted machine, `modprobe nvidia-uvm` also loads nvidia."""
     debian(machine, "ours.ko")
     machine.clear()
     machine.run("modprobe", "nvidia-uvm").expect(0)
@@ -89,7 +89,7 @@ def load_that_fails_brings_the_stock_module(machine: Machine) -> None:
 
 
 def driver_was_upgraded(machine: Machine) -> None:
-    """The patched module is for an older driver: the stock module is loaded, the reason logged."""
+    """If the patched module is for an older driver, the stock one is loaded; the log says why."""
     version = read_module(machine.ours).version
     wrong = version[:-1] + "9"
     other = other_text(machine.ours, Path("/tmp/old.ko"), f"version={version}", f"version={wrong}")
@@ -120,7 +120,7 @@ def patched_module_does_not_start(machine: Machine) -> None:
 
 
 def uninstalled(machine: Machine) -> None:
-    """Without the rule and the module file everything is as before."""
+    """Without the rule and the module's file, everything is as before."""
     debian(machine, "ours.ko")
     RULE.unlink()
     PROGRAM.unlink()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Loads that fail half-way: the former module is restored, or a message says that it is not."""
+"""Loads that fail halfway: the previous module is restored, or a message says that it is not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOOLS = Path("/tmp/tools")
 
 
 def with_tool(name: str, script: str) -> Callable[[], None]:
-    """Replaces one of kmod's programs by a script, only for the program under test."""
+    """Returns a function that replaces one of kmod's programs for the program under test."""
     TOOLS.mkdir(exist_ok=True)
     for old in TOOLS.iterdir():
         old.unlink()
@@ -79,7 +79,7 @@ def parameter_is_wrong(machine: Machine) -> None:
 
 
 def module_does_not_start(machine: Machine) -> None:
-    """The module's init function fails: the kernel loads the module and removes it again."""
+    """The module's init function fails, so the kernel removes the module again."""
     with failing_call(REGISTER):
         outcome = machine.load()
     outcome.expect(2, "insmod .*could not insert module", "the stock module is back")
@@ -87,7 +87,7 @@ def module_does_not_start(machine: Machine) -> None:
 
 
 def node_cannot_be_made(machine: Machine) -> None:
-    """A folder is in the place of the device node."""
+    """There is a directory in place of the device node."""
     for name in ("nvidia-uvm", "nvidia-uvm-tools"):
         Path("/dev", name).unlink()
     Path("/dev/nvidia-uvm").mkdir()
@@ -126,7 +126,7 @@ def ended_by_a_signal(machine: Machine) -> None:
 
 
 def killed_in_the_selftest(machine: Machine) -> None:
-    """A killed load cannot undo anything; a later unload does."""
+    """A killed load cannot undo its changes, but a later unload does."""
     marker = Path("/tmp/in-selftest")
     marker.unlink(missing_ok=True)
     test = f"sh -c 'touch {marker}; exec sleep 3'"
@@ -140,7 +140,7 @@ def killed_in_the_selftest(machine: Machine) -> None:
 
 
 def killed_between_the_modules(machine: Machine) -> None:
-    """The stock module is unloaded, ours not yet loaded: unload and a failing load restore it."""
+    """If a load is killed between the modules, unload or a failing load restores the stock one."""
     script = '[ -d /sys/module/nvidia_uvm ] && exec /usr/sbin/insmod "$@"; kill -9 $PPID; exit 1'
     for undo in (machine.unload, lambda: machine.load(selftest="false")):
         words = ("load", "--module", str(machine.ours), "--selftest", "true")

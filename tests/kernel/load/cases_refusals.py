@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Refusals before any change: one fault each, and the stock module stays loaded."""
+"""Cases with one fault each: the load is refused, and the stock module stays loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SYMBOL = "nvUvmInterfaceRegisterGpu"
 
 
 def refused(machine: Machine, path: Path, *patterns: str) -> None:
-    """Checks that loading a module is refused for that reason alone, and changes nothing."""
+    """Checks that a load is refused, for the expected reason only, and that nothing is changed."""
     before = machine.system.source_version("nvidia_uvm")
     outcome = machine.load(module=path)
     outcome.expect(1, "refused; nothing was changed", *patterns)
@@ -95,7 +95,7 @@ def other_symbol_versions(machine: Machine) -> None:
 
 
 def kernel_refuses_other_symbol_versions(machine: Machine) -> None:
-    """Why the refusal above exists: the kernel refuses too, but only after UVM is unloaded."""
+    """Shows why the refusal above exists: the kernel refuses only after UVM is unloaded."""
     other_crc(machine.ours, EDITED, SYMBOL)
     machine.run("rmmod", "nvidia_uvm").expect(0)
     machine.run("insmod", str(EDITED)).expect(1, "could not insert module")
@@ -109,7 +109,7 @@ def no_symbol_versions(machine: Machine) -> None:
 
 
 def never_tried(machine: Machine) -> None:
-    """A kernel, then a branch, missing in the table: refused, and loaded with ALLOW."""
+    """A kernel or a branch that is not in the table is refused, unless ALLOW overrides this."""
     command = ("load", "--module", str(machine.ours), "--selftest", "true")
     for table, word, reason in (
         ({"5.4": {"535.261.03": ""}}, "kernel", f"never run on a kernel like {machine.release}"),
@@ -153,7 +153,7 @@ def gpu_in_use(machine: Machine) -> None:
 
 
 def gpu_in_use_under_another_name(machine: Machine) -> None:
-    """A container has its own nodes: they are recognised by their device number."""
+    """A container has its own nodes, which are recognized by their device number."""
     major = os.major(os.stat("/dev/nvidia0").st_rdev)
     node = Path("/tmp/gpu")
     machine.node(node, major, 0)

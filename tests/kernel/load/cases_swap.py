@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Loads and unloads that succeed."""
+"""Cases of loads and unloads that succeed."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ def persistence_daemon_does_not_count(machine: Machine) -> None:
 
 
 def selftest_decides_on_the_patched_module(machine: Machine) -> None:
-    """The self test runs once module and nodes exist."""
+    """The self-test runs when the module and the nodes exist."""
     test = 'sh -c "ls /sys/module/nvidia_uvm/parameters/uvm_vmem_* && test -c /dev/nvidia-uvm"'
     machine.load(selftest=test).expect(0, "/parameters/uvm_vmem_")
 
 
 def selftest_of_the_project(machine: Machine) -> None:
-    """The default self-test of `make load`, and its report."""
+    """`make load` runs its default self-test, which writes a report."""
     shutil.copy("/test/_vmem.abi3.so", ROOT / "pyvmem")
     report = ROOT / "build" / "selftest.json"
     report.unlink(missing_ok=True)

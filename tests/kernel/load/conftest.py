@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Import paths for the programs under test, and a machine made of plain files."""
+"""Import paths for the programs under test, and fixtures that describe machines by plain files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def lay(tmp_path: Path) -> Lay:
-    """Creates the usual machine, with some files changed or removed (None)."""
+    """Returns a function that creates the usual machine, with some files changed or removed.
+
+    A file that is to be removed has None as its content.
+    """
 
     def make(changes: dict[str, str | bytes | None] | None = None) -> System:
         root = tmp_path / "machine"
@@ -57,7 +60,7 @@ def headers() -> KernelHeaders:
 
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory, headers: KernelHeaders) -> Path:
-    """The files of an installed driver."""
+    """A built tree with the modules of the installed driver."""
     tree = write_driver(tmp_path_factory.mktemp("installed"), patched=False)
     make_driver(tree, headers.source, headers.build)
     return tree
@@ -65,7 +68,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory, headers: KernelHeaders) 
 
 @pytest.fixture
 def machine(tmp_path: Path, installed: Path, headers: KernelHeaders) -> System:
-    """A machine with that driver installed as by Debian, not loaded."""
+    """A machine on which the driver is installed as by Debian's package, but not loaded."""
     modules = tmp_path / "root/lib/modules" / headers.release / "updates/dkms"
     modules.mkdir(parents=True)
     shutil.copyfile(installed / "nvidia.ko", modules / "nvidia-current.ko")

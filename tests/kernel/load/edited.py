@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Modules with one fault each: the good module with a few bytes of its file changed."""
+"""Creates modules with one fault each, by changing a few bytes in the file of a good module."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["other_crc", "other_text", "without_crc"]
 
 
 def versions_table(image: bytes) -> int:
-    """Offset of the required symbol versions in a module's file."""
+    """Returns the offset of the required symbol versions in a module's file."""
     table = next(s.content for s in read_sections(image) if s.name == "__versions")
     return image.index(table)
 
 
 def entry_of(image: bytes, symbol: str) -> int:
-    """Offset of a symbol's entry in a module's file."""
+    """Returns the offset of a symbol's version entry in a module's file."""
     start = versions_table(image)
     for number in range(len(image) // VERSION.size):
         at = start + number * VERSION.size
@@ -48,7 +48,7 @@ def without_crc(module: Path, new: Path, symbol: str) -> Path:
 
 
 def other_text(module: Path, new: Path, old: str, text: str) -> Path:
-    """Creates a module with another text of equal length in a modinfo field (`key=` included)."""
+    """Creates a module with one modinfo field replaced; both are `key=value`, equally long."""
     image = module.read_bytes()
     before, after = old.encode(), text.encode()
     assert len(before) == len(after), (old, text)

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Swaps the real modules in a guest: every refusal, every half-way failure, DKMS's rule.
+"""Swaps the real modules in a guest: every refusal, every halfway failure, and DKMS's rule.
 
 The software GPU's nvidia.ko and the unpatched nvidia-uvm.ko are installed as Debian's package
 installs its modules; /load holds them and the module that `make module` built (prepare.py).
@@ -23,12 +23,12 @@ import cases_signatures  # noqa: E402
 import cases_swap  # noqa: E402
 from guest_machine import Machine  # noqa: E402
 
-# Last: the group that cannot be undone (the kernel requires signatures from then on).
+# The last group cannot be undone: the kernel requires signatures from then on.
 GROUPS = (cases_refusals, cases_swap, cases_failures, cases_dkms, cases_signatures)
 
 
 def main() -> int:
-    """Runs the cases whose names contain the words given, or all."""
+    """Runs the cases whose names contain one of the given words, or all cases."""
     machine = Machine()
     failed = 0
     count = 0

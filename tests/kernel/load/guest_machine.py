@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The guest as a user's machine with Debian's driver: its files, and the cases' view of it."""
+"""Sets up the guest as a user's machine with Debian's driver, and reports its state."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from module_system import UVM, System
 
 __all__ = ["DEBIAN_RULES", "GIVEN", "Machine", "Outcome", "Running", "process"]
 
-# nvidia.ko, stock.ko (UVM without the patches) and ours.ko.
+# Contains nvidia.ko, stock.ko (UVM without the patches) and ours.ko.
 GIVEN = Path("/load")
 SWITCHED = ("nvidia-uvm", "nvidia-uvm-tools")
 
-# Debian's rules, shortened, and module parameters that our module must get too.
+# Debian's rules, shortened, and module options that our module must get too.
 DEBIAN_RULES = """\
 install nvidia modprobe -i nvidia-current-open $CMDLINE_OPTS
 install nvidia-uvm modprobe nvidia ; modprobe -i nvidia-current-open-uvm $CMDLINE_OPTS
@@ -53,7 +53,7 @@ class Outcome:
 
 
 class Machine:
-    """The guest's system."""
+    """The guest, as the machine on which the cases swap modules."""
 
     def __init__(self) -> None:
         self.system = System()
@@ -66,7 +66,7 @@ class Machine:
     # Setting up
 
     def run(self, *words: str, env: dict[str, str] | None = None) -> Outcome:
-        """Runs a program to its end."""
+        """Runs a program and waits until it ends."""
         done = subprocess.run(
             words,
             env={**os.environ, **(env or {})},
@@ -88,7 +88,7 @@ class Machine:
                 assert time.monotonic() < deadline, f"{module} stays: {done.output}"
 
     def lay_out(self, files: dict[str, str], rules: str = DEBIAN_RULES) -> None:
-        """Installs modules (file name: which module of /load), and modprobe's rules."""
+        """Installs modules of /load, given by their new file names, and modprobe's rules."""
         self.changed = True
         for folder in (self.modules, self.modprobe):
             shutil.rmtree(folder, ignore_errors=True)
@@ -102,7 +102,7 @@ class Machine:
         self.run("depmod", "-a", self.release).expect(0)
 
     def debian(self, **more: str) -> None:
-        """Installs the usual modules and `more` (name without .ko: which module of /load)."""
+        """Installs the usual modules, and `more` modules of /load by new name (without .ko)."""
         files = {
             "nvidia-current-open.ko": "nvidia.ko",
             "nvidia-current-open-uvm.ko": "stock.ko",
@@ -144,7 +144,7 @@ class Machine:
     # The program under test
 
     def swap(self, *arguments: str, before: Callable[[], None] | None = None) -> Outcome:
-        """Runs module_load.py in a child process (forked: Python starts slowly here)."""
+        """Runs module_load.py in a forked child process, because Python starts slowly here."""
         process = self.start_swap(*arguments, before=before)
         return process.wait()
 
@@ -169,18 +169,18 @@ class Machine:
         return Running(pid, reading)
 
     def load(self, *arguments: str, selftest: str = "true", module: Path | None = None) -> Outcome:
-        """`make load` with a self test that is a shell command."""
+        """Acts as `make load` with the given command as its self-test."""
         path = str(module or self.ours)
         return self.swap("load", "--module", path, "--selftest", selftest, *arguments)
 
     def unload(self) -> Outcome:
-        """`make unload`."""
+        """Acts as `make unload`."""
         return self.swap("unload")
 
     # State
 
     def kernel_log(self) -> str:
-        """The kernel's log since boot."""
+        """Returns the kernel's log since boot."""
         lines: list[bytes] = []
         file = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
         try:
@@ -192,7 +192,7 @@ class Machine:
             os.close(file)
 
     def is_stock(self) -> bool:
-        """True if the stock module is loaded and the nodes have its device number."""
+        """True if the stock module is loaded and its nodes are correct."""
         return self.system.loaded(UVM) and not self.system.uvm_is_ours() and self.nodes_fit()
 
     def is_ours(self) -> bool:
@@ -209,13 +209,13 @@ class Machine:
         return [node.stat().st_rdev for node in nodes if node.exists()] == wanted
 
     def parameter(self, name: str) -> str:
-        """The value of a parameter of the loaded UVM."""
+        """Returns the value of one of the loaded UVM's parameters."""
         return self.system.text(f"sys/module/{UVM}/parameters/{name}")
 
 
 @contextmanager
 def process(*words: str, stdin: str = "/dev/null", name: str = "") -> Iterator[int]:
-    """Runs a process in the background, with a file as its standard input; killed on exit.
+    """Runs a process in the background with a file as its standard input, and kills it on exit.
 
     If given, `name` is the process's name.
     """
@@ -234,13 +234,13 @@ def process(*words: str, stdin: str = "/dev/null", name: str = "") -> Iterator[i
 
 @dataclass
 class Running:
-    """A forked child process."""
+    """A forked child process, and the pipe with its output."""
 
     pid: int
     output: int
 
     def wait(self) -> Outcome:
-        """Waits; returns the exit status (negative: the signal) and all output."""
+        """Waits for the process; returns its exit status, negative for a signal, and its output."""
         text = b""
         while data := os.read(self.output, 65536):
             text += data

@@ -29,7 +29,7 @@ def constant(pattern: str) -> int:
 
 @contextmanager
 def failing_call(name: str) -> Iterator[None]:
-    """Within the context, the next call of that name fails, from any process."""
+    """Lets the next call with this name fail within the context, whichever process makes it."""
     length = constant(r"^#define SOFTGPU_NAME_BYTES (\d+)")
     kind = constant(r"^#define SOFTGPU_IOCTL_TYPE '?(\w+)'?")
     number = constant(r"_IOW\(SOFTGPU_IOCTL_TYPE, (\d+), struct softgpu_inject\)")

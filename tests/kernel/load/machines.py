@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Machines for the tests, made of files."""
+"""Describes machines for the tests by plain files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Lay = Callable[..., System]
 
 
 def found(machine: System, release: str) -> KernelModule:
-    """The installed nvidia.ko."""
+    """Returns a machine's installed nvidia.ko."""
     module = find_nvidia(machine.root / "lib/modules" / release, VERSION)
     assert module is not None
     return module

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """A driver source of two small modules, laid out like NVIDIA's, which builds in seconds.
 
-nvidia.ko exports one function; nvidia-uvm.ko calls it. Tests of what surrounds a driver (finding
-it, symbol versions, DKMS) need no more; the real driver's behaviour is tested in the guest.
+nvidia.ko exports one function, which nvidia-uvm.ko calls. This is enough to test how a driver is
+found, symbol versions and DKMS; the real driver's behavior is tested in the guest.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def write_driver(
 
 
 def make_driver(tree: Path, source: Path, build: Path) -> None:
-    """Builds both modules of a driver source, like an installed driver."""
+    """Builds both modules of a driver source, as for an installed driver."""
     command = ["make", "modules", f"SYSSRC={source}", f"SYSOUT={build}"]
     command.append("NV_KERNEL_MODULES=nvidia nvidia-uvm")
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)

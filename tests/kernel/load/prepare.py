@@ -28,7 +28,7 @@ __all__ = ["prepare"]
 
 
 def prepare(version: str, jobs: int) -> Path:
-    """Builds the three modules and returns their folder."""
+    """Builds the three modules and returns their directory."""
     headers = default_headers()
     tree = build_tree(Tree(version=version, headers=headers, patched=False), jobs)
     command = [sys.executable, str(ROOT / "scripts" / "module_build.py"), "-j", str(jobs)]
@@ -61,7 +61,7 @@ def check(folder: Path) -> None:
 
 
 def main() -> int:
-    """Builds the modules and prints their folder."""
+    """Builds the modules and prints their directory."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("version", nargs="?", default=DEFAULT_VERSION)
     parser.add_argument("--jobs", "-j", type=int, default=os.cpu_count() or 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`make module` and the DKMS package on a driver of two small modules, which builds in seconds."""
+"""Tests `make module` with a driver of two small modules, which builds in seconds."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_reading_a_module(installed: Path, headers: KernelHeaders) -> None:
     module = read_module(installed / "nvidia.ko")
     assert (module.name, module.version, module.release) == ("nvidia", VERSION, headers.release)
     assert not module.signed
-    # As recorded by the kernel's own build.
+    # The kernel's own build recorded the same versions.
     line = (installed / "Module.symvers").read_text(encoding="utf-8").split("\t")
     assert {SYMBOL: int(line[0], 16)} == {n: e.crc for n, e in module.exports.items()}
     assert symvers_text(module) == f"{line[0]}\t{SYMBOL}\tnvidia\tEXPORT_SYMBOL\t\n"
@@ -83,7 +83,7 @@ def test_another_driver_is_noticed(
     built = read_module(build_uvm(staged, headers.build, headers.source, another))
     (reason,) = wrong_symbols(built, nvidia)
     assert "linked against another nvidia.ko" in reason
-    # The same tree, built for the right nvidia.ko: it does not keep the earlier build's versions.
+    # Built for the right nvidia.ko, the same tree does not keep the earlier build's versions.
     built = read_module(build_uvm(staged, headers.build, headers.source, nvidia))
     assert wrong_symbols(built, nvidia) == []
 

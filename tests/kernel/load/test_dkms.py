@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The DKMS package, with the real dkms in private folders, on a driver of two small modules."""
+"""Tests the DKMS package with dkms in private directories, and a driver of two small modules."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def modules_of(machine: System) -> set[str]:
     return {path.name for path in (machine.root / "lib/modules").rglob("*.ko*")}
 
 
-# Like Debian's package of the driver. In alphabetical order our package would come first.
+# A DKMS package like that of Debian's driver. In alphabetical order, ours would come first.
 OTHER = "nvidia-workstation"
 DRIVER_CONF = """\
 PACKAGE_NAME="{name}"
@@ -99,7 +99,7 @@ def test_a_distributions_package_has_the_rule_itself(
 def test_dkms_after_the_driver_was_upgraded(
     machine: System, dkms: Dkms, staged: Path, headers: KernelHeaders, tmp_path: Path
 ) -> None:
-    """The package is for an older driver: it does not build, and leaves no files."""
+    """A package for an older driver does not build, and leaves no files."""
     (nvidia,) = (machine.root / "lib/modules").rglob("nvidia-current.ko")
     content = nvidia.read_bytes()
     nvidia.write_bytes(content.replace(b"version=535.261.03", b"version=535.261.99"))
@@ -148,7 +148,7 @@ def test_package_names_the_drivers_package(tmp_path: Path, staged: Path) -> None
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_dkms_with_the_real_driver(tmp_path: Path, headers: KernelHeaders) -> None:
-    """NVIDIA's sources with our patches; the installed driver is the software GPU's nvidia.ko."""
+    """Builds NVIDIA's patched sources; the installed driver is the software GPU's nvidia.ko."""
     if not shutil.which("dkms"):
         pytest.skip("dkms is not installed")
     tree = build_tree(Tree(version=VERSION, headers=headers, patched=False))

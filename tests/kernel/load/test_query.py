@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The QUERY struct that `make load` packs has the same layout as the compiler's."""
+"""Tests that the QUERY struct that `make load` packs has the compiler's layout."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Each reason to refuse a load, as the only fault of an otherwise good machine."""
+"""Tests each reason to refuse a load, as the only fault of an otherwise good machine."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_what_cannot_be_allowed(
 
 
 def test_the_table_names_its_evidence() -> None:
-    """Each record in the table is for that driver on such a kernel, and has no failure."""
+    """Each record that the table names is of that driver and kernel series, without a failure."""
     table = json.loads((PATCHES / "kernels.json").read_text(encoding="utf-8"))
     assert "535.261.03" in table["6.1"]
     for series, drivers in table.items():

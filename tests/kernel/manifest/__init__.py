@@ -15,7 +15,7 @@ __all__ = ["DRIVER", "Test", "all_tests", "branch_tests", "kernel_tests"]
 
 
 def all_tests() -> list[Test]:
-    """The tests of all modules, in the order of the modules' names."""
+    """Returns the tests of all modules, in the order of the modules' names."""
     tests: list[Test] = []
     for found in sorted(pkgutil.iter_modules(__path__), key=lambda one: one.name):
         if found.name != "entry":

@@ -31,18 +31,18 @@ EACH = [
     Test(name="fuzz", program="fuzz", args=["CALLS=8000", "SEED=6"]),
     Test(name="kill", program="kill", args=["KILLS=12", "SEED=6"], **KILLED),
 ]
-# Run once in each build.
+# Tests that run once in each build, on one architecture.
 ONCE = [test for test in PROGRAMS if test.name not in FORMAT]
 
 
 def architectures(version: str) -> tuple[str, ...]:
-    """The software GPU's architectures that a version's UVM supports."""
+    """Returns the software GPU's architectures that a version's UVM supports."""
     known = int(version.split(".", 1)[0]) >= SINCE_BLACKWELL
     return ARCHITECTURES + (BLACKWELL if known else ())
 
 
 def branch_tests(version: str) -> list[Test]:
-    """The tests of one version; the release build first, which is faster."""
+    """Returns the tests of one version, starting with those of the faster release build."""
     newest = architectures(version)[-1]
     found = []
     for kind in ("release", "debug"):

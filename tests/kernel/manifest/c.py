@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The C programs of tests/kernel/c: the driver itself, without libvmem."""
+"""Tests of the driver itself, without libvmem: the C programs of tests/kernel/c."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from manifest.entry import DELAYS, Test
 
 __all__ = ["BUILTIN_NOISE", "KILLED", "PROGRAMS", "TESTS"]
 
-# The driver's own log lines about a GPU that the test makes fail.
+# Log lines about a GPU that the test makes fail.
 FAILING_GPU = (
     r"nvidia-uvm: (.*(ERROR|Fatal)|vmem: process)",
     r"softgpu: error: .* freed while .* live entries",
 )
 
-# Otherwise UVM uses host memory for page tables when the GPU's runs out, and BIND never fails for
-# lack of it.
+# Otherwise UVM would use host memory for page tables when the GPU's memory runs out, and BIND would
+# never fail for lack of memory.
 TABLES_IN_GPU = "uvm_page_table_location=vid"
 
 # Log lines that UVM's own tests provoke.
@@ -28,7 +28,7 @@ BUILTIN_NOISE = (
     # The debug build's line for the same event.
     r"uvm_channel_check_errors.* likely caused by push 'Fatal push 0xBAD' started at uvm_channel_",
     r"uvm_global_set_fatal_error.* Encountered a global fatal error: Generic RC error",
-    # 595 waits there for the old channels, and takes fault handling locks while it holds the
+    # Driver 595 waits for the old channels there, and takes fault handling locks while it holds the
     # address space's lock.
     r"uvm_gpu_isr\.c:\d+ uvm_parent_gpu_(non_)?replayable_faults_isr_(un)?lock.* Assert failed",
     # The fake GPUs of UVM's page tree test have no memory, but late versions of 550 assert that
@@ -36,7 +36,7 @@ BUILTIN_NOISE = (
     r"uvm_page_tree_init.* Assert failed, condition gpu->mem_info\.max_vidmem_page_size & tree",
 )
 
-# For PCIe peers 550.163.01 asserts a reference count there that it increments only afterwards.
+# For PCIe peers, driver 550.163.01 asserts a reference count there before it increments it.
 PEERS_NOISE = (r"set_optimal_p2p_write_ces.* Assert failed, condition peer_caps->ref_count",)
 
 # A process is killed while UVM adds a GPU: alloc_parent_gpu cannot start a kernel thread, and
@@ -77,7 +77,7 @@ PROGRAMS = [
 BOTH = ("async", "basic")
 # Each step makes the driver process thousands of slots, which the release build does faster.
 RELEASE = ("failnth",)
-# `peers` again, over another kind of link.
+# Runs `peers` a second time, over another kind of link.
 TWICE = ("nvlink",)
 
 
@@ -246,7 +246,7 @@ LONG = [
         memory=3072,
         timeout=1800,
     ),
-    # benchmarks/results/softgpu-workloads.jsonl is its output.
+    # benchmarks/results/softgpu-workloads.jsonl is the output of these tests.
     *(
         Test(
             name=f"workloads-{layers}",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The description of a test."""
+"""Defines how the manifest describes a test."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 __all__ = ["DELAYS", "DRIVER", "Test"]
 
-# The version on which all tests are run; the others are built, and run some of the tests.
+# The driver version on which all tests run. Other versions are built, and run some of the tests.
 DRIVER = "535.261.03"
 # A parameter of the software GPU for debug builds: delays each push by up to 200 us.
 DELAYS = "delay_us=200"
@@ -31,13 +31,13 @@ class Test:
     program: str = ""
     args: Sequence[str] = ()
     command: Sequence[str] = ()
-    image: bool = False  # run it on the disk image, where Python and the project are
+    image: bool = False  # run on the disk image, which has Python and the project
     version: str = DRIVER
     type: str = "release"
     mutant: str = ""
     patched: bool = True
     load: bool = True  # load both modules first, and unload them at the end
-    suite: str = ""  # run on this Debian suite's kernel; empty: the guest's usual kernel
+    suite: str = ""  # Debian suite of the kernel, or "" for the guest's usual kernel
     checked: bool = False  # on the kernel with KASAN, lockdep, kmemleak, UBSAN, fault injection
     arch: str = "hopper"
     gpus: int = 1
@@ -47,7 +47,7 @@ class Test:
     uvm_args: str = ""
     append: str = ""
     env: Sequence[str] = ()
-    build: Sequence[str] = ()  # a command on the host that builds what is needed, once per run
+    build: Sequence[str] = ()  # a host command that builds prerequisites, once per run
     files: Sequence[str] = ()  # HOST[:GUEST], relative to the repository
     allow: Sequence[str] = ()  # regular expressions of allowed lines in the kernel's log
     timeout: float = 120.0
@@ -56,7 +56,7 @@ class Test:
 
     @property
     def tree(self) -> tuple[str, ...]:
-        """The arguments of scripts/kernel_tree.py, except for the self-checking kernel."""
+        """The arguments of kernel_tree.py, except the option for the self-checking kernel."""
         words = [self.version, "--type", self.type]
         words += ["--mutant", self.mutant] if self.mutant else []
         words += ["--suite", self.suite] if self.suite else []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The software GPU itself, without our ioctls: it detects what it claims to detect."""
+"""Tests that the software GPU, without our ioctls, detects what it claims to detect."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The guest itself: a boot that does only what every test does at its start and end."""
+"""Tests of the guest itself: a boot that does only what every test does at its start and end."""
 
 from __future__ import annotations
 

@@ -18,12 +18,13 @@ __all__ = ["TESTS", "kernel_tests"]
 DEBIAN = (("trixie", "550.163.01"),)
 # Suites whose kernel has DEVICE_PRIVATE, and so HMM.
 WITH_HMM = ("trixie-backports",)
-# A version counts as run if all of EACH passed in these. The short run covers most in debug.
+# A version counts as tested on a kernel if all tests in EACH passed with these. The short run
+# already contains most tests of the debug build.
 COUNTED = (("hopper", "release"), ("hopper", "debug"))
 
 
 def kernel_tests(suite: str, version: str) -> list[Test]:
-    """The tests of a driver on the kernel of a Debian suite."""
+    """Returns the tests of a driver on the kernel of a Debian suite."""
     short = [test for test in (*c.TESTS, *pyvmem.TESTS) if not test.long]
     each = [
         replace(test, name=f"{test.name}-{arch}-{kind}", arch=arch, type=kind)

@@ -24,7 +24,7 @@ def mutant(
     kind: str = "release",
     **options: Any,
 ) -> Test:
-    """A boot with the bug `name`, in which `program` runs `tests` and must fail."""
+    """Returns a boot with the bug `name`, in which `program` runs `tests` and must fail."""
     return replace(
         Test(
             name=f"mutant-{name}",
@@ -39,12 +39,13 @@ def mutant(
     )
 
 
-# A sample: a bug that the GPU detects, a missing wait, a missing check. The long run covers all.
+# The mutants of the short run: a bug that the GPU detects, a missing wait and a missing check. The
+# long run covers all mutants.
 IN_TEST = {"no_invalidate", "returns_early", "no_owner_check"}
 
 TWO_GPUS = {"gpus": 2, "module_args": "p2p=pcie"}
 FAILING_GPU = {"allow": (r"nvidia-uvm: (.*(ERROR|Fatal)|vmem: process)",)}
-# In the kernel's log when memory was leaked.
+# Matches the kernel's log if memory was leaked.
 LEFT = r"leak|left over|Leak|LEFT"
 
 STALE = r"stale translations? used|stale translation"

@@ -40,7 +40,7 @@ AFTER_A_FAILURE = (
 
 
 def _uvm(name: str, argument: str = "", **options: object) -> Test:
-    """The tests of the back end itself."""
+    """Returns a test of the back end itself."""
     values: dict[str, object] = {
         "name": f"lib-{name}",
         "command": ["/test/test_uvm", *([argument] if argument else [])],
@@ -52,7 +52,7 @@ def _uvm(name: str, argument: str = "", **options: object) -> Test:
 
 
 def _suite(name: str, tests: tuple[str, ...], **options: object) -> Test:
-    """The C tests of libvmem, one after another in one boot."""
+    """Returns a test that runs C tests of libvmem one after another in one boot."""
     script = " ".join(f"echo == {test}; /test/test_{test} || bad=1;" for test in tests)
     values: dict[str, object] = {
         "name": f"lib-{name}",
@@ -67,7 +67,7 @@ def _suite(name: str, tests: tuple[str, ...], **options: object) -> Test:
 
 
 def _python(name: str, words: str, **options: object) -> Test:
-    """A command on the disk image, with the extension that accesses the software GPU."""
+    """Returns a test of a command on the disk image, with the extension for the software GPU."""
     values: dict[str, object] = {
         "name": f"pyvmem-{name}",
         "command": ["sh", "-c", f"cp /test/_vmem.abi3.so pyvmem/ && {words}"],
@@ -82,7 +82,7 @@ def _python(name: str, words: str, **options: object) -> Test:
 
 
 def _commit() -> str:
-    """The commit of this tree, since the guest's copy has no repository; "" if there is none."""
+    """Returns this tree's commit for the guest's copy, which has no repository; "" if unknown."""
     words = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=7", "HEAD"]
     return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
 
