@@ -119,7 +119,9 @@ def never_tried(machine: Machine) -> None:
         others = " ".join(one for one in module_refuse.ALLOWABLE if one != word)
         for words in ("", others):
             outcome = machine.swap(*command, "--allow", words, before=forget)
-            outcome.expect(1, "refused; nothing was changed", reason, f"ALLOW={word} overrides this")
+            outcome.expect(
+                1, "refused; nothing was changed", reason, f"ALLOW={word} overrides this"
+            )
             assert machine.is_stock()
         machine.changed = True
         outcome = machine.swap(*command, "--allow", word, before=forget)
