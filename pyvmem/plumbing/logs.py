@@ -30,7 +30,8 @@ def warn(log: logging.Logger, cause: str, text: str, *args: object) -> None:
     Args:
         log: the logger.
         cause: one of a few fixed names, not one per object.
-        text, args: the message, as for `logging.Logger.warning`.
+        text: the message, with ``%`` for each argument, as for `logging.Logger.warning`.
+        args: its arguments.
     """
     if not log.isEnabledFor(logging.WARNING):
         return

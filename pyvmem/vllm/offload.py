@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +46,11 @@ _WHY = {
     "SimpleCPUOffloadConnector": "its copies, by cudaMemcpyBatchAsync, run between steps, and "
     "the pool would not wait for them; without VLLM_USE_SIMPLE_KV_OFFLOAD vLLM uses "
     "OffloadingConnector, which works",
+    # benchmarks/results/logs/h200-lmcache.log
+    "LMCacheConnectorV1": "LMCache 0.5.6 loads only the first half of each block of vLLM 0.33's KV "
+    "cache, in stock vLLM too; OffloadingConnector works",
     "LMCacheMPConnector": "another process opens the KV cache by a CUDA IPC handle, and the pool's "
-    "addresses have none; LMCacheConnectorV1 works",
+    "addresses have none; OffloadingConnector works",
     "MultiConnector": "the connectors in it are not checked; OffloadingConnector works",
     **dict.fromkeys(("NixlConnector", "NixlPullConnector", "NixlPushConnector"), _NETWORK),
     **dict.fromkeys(("MooncakeConnector", "MoRIIOConnector"), _NETWORK),
@@ -60,8 +62,6 @@ _OTHERWISE = (
 )
 BLOCK_BYTES = "vmem_block_bytes"  # in a spec's extra configuration: bytes of a block on a rank
 _IN_STEP = "vmem_copies_in_step"  # set by the user to assert that a connector copies within steps
-_COPY_IN_STEP = ("LMCacheConnectorV1",)
-_LMCACHE = "0.5.6"  # the LMCache version whose source was checked
 
 
 def reasons_against(config: Any) -> Iterator[str]:
@@ -71,7 +71,7 @@ def reasons_against(config: Any) -> Iterator[str]:
     if name is None:
         return
     if name != "OffloadingConnector" or transfer.kv_connector_module_path:
-        yield from _others(name, config)
+        yield from _others(name, transfer)
         return
     extra = transfer.kv_connector_extra_config
     if transfer.kv_role != "kv_both":
@@ -89,48 +89,21 @@ def reasons_against(config: Any) -> Iterator[str]:
     yield from _sizes(extra.get("cpu_bytes_to_use"))
 
 
-def _others(name: str, config: Any) -> Iterator[str]:
+def _others(name: str, transfer: Any) -> Iterator[str]:
     """Yields the reasons against a connector other than vLLM's OffloadingConnector."""
-    transfer = config.kv_transfer_config
     own = transfer.kv_connector_module_path
-    known = name in _COPY_IN_STEP and not own
     vouched = transfer.kv_connector_extra_config.get(_IN_STEP, False)
     if not isinstance(vouched, bool):
         yield f"{_IN_STEP}={vouched!r} (expected true or false)"
     elif name in _WHY and not own:
         yield f"kv_connector={name} ({_WHY[name]})"
-    elif not known and not vouched:
+    elif not vouched:
         yield f"kv_connector={name} ({_OTHERWISE})"
     elif not Settings.asks_visible():
         yield (
             f"kv_connector={name} (it copies by cudaMemcpy, which rejects plain addresses; "
             "set VMEM_VISIBLE=1 or VMEM_BACKEND=cuda)"
         )
-    elif known:
-        yield from _lmcache(config)
-
-
-def _lmcache(config: Any) -> Iterator[str]:
-    """Yields the reasons against LMCache with this version or configuration.
-
-    Model runner V2 (`ActiveKVConnector.pre_forward` in vLLM 0.33) starts loads outside the forward
-    context before it replays a full CUDA graph, and LMCache (`start_load_kv`) loads nothing without
-    the context's attention metadata. The step then reads blocks that were never written.
-    """
-    graphs = config.compilation_config.cudagraph_mode
-    if getattr(config, "use_v2_model_runner", False) and graphs and graphs.has_full_cudagraphs():
-        yield (
-            "kv_connector=LMCacheConnectorV1 (with model runner V2 and full CUDA graphs it skips "
-            "loads, and requests read blocks that were never loaded, in stock vLLM too; set "
-            "VLLM_USE_V2_MODEL_RUNNER=0)"
-        )
-    try:
-        found = metadata.version("lmcache")
-    except metadata.PackageNotFoundError:
-        yield f"kv_connector=LMCacheConnectorV1 (lmcache is not installed; {_LMCACHE} is supported)"
-        return
-    if found != _LMCACHE:
-        yield f"kv_connector=LMCacheConnectorV1 (lmcache {found} is not supported, {_LMCACHE} is)"
 
 
 def _tiers(tiers: Any) -> Iterator[str]:

@@ -65,10 +65,10 @@ def test_the_first_token_after_a_rest(bench: Any) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("connector", ["native", "tiering"])
-def test_prompts_from_host_memory(bench: Any, connector: str) -> None:
+@pytest.mark.parametrize("tiering", [[], ["--tiering"]])
+def test_prompts_from_host_memory(bench: Any, tiering: list[str]) -> None:
     """Measures only the elastic engine, because vLLM's own offloading needs a GPU."""
-    rows, part = bench("offload", "--connector", connector)
+    rows, part = bench("offload", *tiering)
     for how in ("computed", "loaded"):
         assert [rows[f"{how}/{size}/elastic"]["n"] for size in (128, 256)] == [2, 2]
     for how in ("stored", "loaded"):

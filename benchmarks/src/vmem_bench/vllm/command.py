@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
         seconds=args.seconds,
         kv_memory=args.kv_memory,
         offload=args.offload,
-        connector=args.connector,
+        tiering=args.tiering,
         tensor_parallel=args.tensor_parallel,
         pipeline_parallel=args.pipeline_parallel,
         trace=args.trace.name if args.trace else None,
@@ -192,9 +192,8 @@ def add_parser(which: Any) -> None:
     add("--offload", type=size, default=0, metavar="SIZE",
         help="host memory for prefixes; rough: of the elastic engine (0: none); "
         "offload: of each engine (24G); prefixes: likewise (1.25 of --kv-memory)")  # fmt: skip
-    add("--connector", choices=("native", "tiering", "lmcache"), default="native",
-        help="offload: vLLM's offloading, its tiering with a folder below host memory, or LMCache "
-        "(native)")  # fmt: skip
+    add("--tiering", action="store_true",
+        help="offload: use vLLM's tiering, with a folder below host memory")  # fmt: skip
     add("--tensor-parallel", type=int, default=1, metavar="N", help="ranks of an engine (1)")
     add("--pipeline-parallel", type=int, default=1, metavar="N", help="stages of an engine (1)")
     add("--kv-memory", type=size, default=0, metavar="SIZE",

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: MIT
 """The part ``offload`` of `vmem bench vllm`: prompts whose keys and values are in host memory.
 
-A stock and an elastic engine take turns in alternating order. Both have vLLM's offloading or, with
-``--connector``, its tiering (with a folder as the tier below host memory) or LMCache. A prompt is
-computed and stored; then the engine drops its prefixes, idles, and gets the prompt again. An idle
-elastic engine frees its memory, so its second answer waits for pages as well as for the copy. Bytes
-per second count only the copies, as each connector reports them to vLLM; LMCache does not report
-them. Both engines get the same prompts, and their answers must be identical, separately for
-computed and for loaded prompts. (With bfloat16, any engine may answer a prompt differently when it
-is loaded, since its last tokens are then computed in a smaller batch.)
+A stock and an elastic engine take turns in alternating order. Both use vLLM's offloading or, with
+``--tiering``, its tiering with a folder below host memory. A prompt is computed and stored; then
+the engine drops its prefixes, idles, and gets the prompt again. An idle elastic engine frees its
+memory, so its second answer waits for pages as well as for the copy. Bytes per second count only
+the copies, as each connector reports them to vLLM. Both engines get the same prompts, and their
+answers must be identical, separately for computed and for loaded prompts. (With bfloat16, any
+engine may answer a prompt differently when it is loaded, since its last tokens are then computed in
+a smaller batch.)
 
 Afterwards, requests decode while no other prompts arrive, while prompts arrive that are loaded from
 host memory, and while prompts arrive that are computed.
@@ -20,7 +20,6 @@ import itertools
 import statistics
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
 
 from pyvmem.bench.record import Part
 from pyvmem.bench.timing import percentile
@@ -57,29 +56,16 @@ def measure(command: Command, part: Part) -> None:
 
 def _plan(command: Command, fleet: Fleet, name: str, memory: int, host: int) -> Plan:
     """Returns the plan of an engine with `host` bytes of host memory for prefixes."""
-    elastic, connector = name == "elastic", command.args.connector
-    if connector == "native":
-        return Plan(elastic, memory, offloading(host))
-    if connector == "tiering":
+    options = offloading(host)
+    if command.args.tiering:
         extra = {
             "cpu_bytes_to_use": host,
             "spec_name": "TieringOffloadingSpec",
             "secondary_tiers": [{"type": "fs", "root_dir": str(fleet.folder / f"tier-{name}")}],
         }
-        return Plan(elastic, memory, _transfer("OffloadingConnector", extra))
-    env = {
-        "LMCACHE_MAX_LOCAL_CPU_SIZE": str(host / GIB),
-        "LMCACHE_TRACK_USAGE": "false",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # with V2, LMCache 0.5.6 skips loads
-    }
-    if elastic:
-        env["VMEM_VISIBLE"] = "1"
-    return Plan(elastic, memory, _transfer("LMCacheConnectorV1", {}), env)
-
-
-def _transfer(connector: str, extra: Mapping[str, Any]) -> dict[str, Any]:
-    config = {"kv_connector": connector, "kv_role": "kv_both"}
-    return {"kv_transfer_config": {**config, "kv_connector_extra_config": dict(extra)}}
+        connector = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+        options = {"kv_transfer_config": {**connector, "kv_connector_extra_config": extra}}
+    return Plan(name == "elastic", memory, options)
 
 
 def _compare(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan]) -> None:
