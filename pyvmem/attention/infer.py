@@ -144,7 +144,7 @@ def _plan(
     window: int,
     dtype: torch.dtype,
 ) -> None:
-    """Plans a call. Passes lengths in blocks on the CPU, block numbers on the device."""
+    """Plans a call, with the lengths in blocks on the CPU and the block numbers on the device."""
     counts = [-(-length // BLOCK) for length in batch.kv_lens]
     last = [
         length - (count - 1) * BLOCK for length, count in zip(batch.kv_lens, counts, strict=True)

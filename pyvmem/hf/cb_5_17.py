@@ -46,10 +46,10 @@ class SlotCache(SlotCacheBase):
 
     @classmethod
     def check(cls, options: Options, config: Any, tensor_parallel: int = 1) -> None:
-        """Rejects models like `SlotCacheBase`, and also models whose layers differ.
+        """Rejects what `SlotCacheBase.check` rejects, and models whose layers differ.
 
         Raises:
-            NotSupported: see `SlotCacheBase.check`; also, layers differ in row size or window.
+            NotSupported: see `SlotCacheBase.check`; or layers differ in row size or window.
         """
         super().check(options, config, tensor_parallel)
         if len(classes_of(kept_shapes(options, config))[0]) > 1:

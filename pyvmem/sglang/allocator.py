@@ -53,7 +53,7 @@ class _Freed:
 
 
 class _Transfers:
-    """SGLang's copies between KV pages and host memory, whose pages stay mapped until they end.
+    """Tracks SGLang's copies between KV pages and host memory, so that no page is unmapped early.
 
     Only the last event per key is kept, since the copies in each direction run on one stream.
     """
@@ -135,7 +135,7 @@ class _Allocator:
         return torch.tensor(self.pool.free_pages(), dtype=torch.int64, device=self.device)
 
     def _lend(self, count: int) -> bool:
-        """Sets `free_pages` to `count` backed pages for SGLang; returns false if memory is short."""
+        """Sets `free_pages` to `count` backed pages; returns false if memory is short."""
         pages = self.pool.take(count)
         if pages is None:
             return False
