@@ -85,7 +85,7 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         assert self._k is not None
         assert self._v is not None
         if not (_fits(key_states, self._k) and _fits(value_states, self._v)):
-            self._rows.open(self._index, key_states, value_states)  # refuses them
+            self._rows.open(self._index, key_states, value_states)  # raises InvalidArgument
         first, last = self._length, self._length + new
         self._rows.hold(batch, last)
         where = self._rows.where(first, last, key_states.device)

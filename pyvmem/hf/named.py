@@ -82,7 +82,7 @@ class NamedRequests:
 
     Attributes:
         kvcache: the cache, for its statistics.
-        parts: its groups of equal layers.
+        parts: the cache's groups of layers.
         choice: the first layer's attention kernel, and why the others were not chosen.
         sharing: true if prompts are shared: `sharing` was set, and the back end can map a page
             twice. If layers have a window, a prefix matches only if its window's rows were

@@ -221,7 +221,7 @@ class Rows:
 
     @property
     def parts(self) -> tuple[GroupView, ...]:
-        """The groups of equal layers."""
+        """The cache's groups of layers."""
         assert self.cache is not None
         return self.cache.caches
 

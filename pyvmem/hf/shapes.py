@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 Handed = tuple[int, int, int]
-"""KV heads, elements of a key's head, elements of a value's head."""
+"""Number of KV heads, elements per head of a key, and elements per head of a value."""
 
 
 def handed_over(key: Any, value: Any) -> Handed:

@@ -224,7 +224,7 @@ class AgreedQuota:
         return self._room
 
     def take(self, nbytes: int, handles: int = 0) -> bool:
-        """Reserves `nbytes` more bytes on all ranks; if one refuses, on none, and returns false."""
+        """Reserves `nbytes` more bytes on all ranks, or returns false and reserves none."""
         mine = self._quota.take(nbytes, handles)
         (every,) = self._ranks.least(mine)
         if mine and not every:

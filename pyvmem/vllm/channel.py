@@ -59,7 +59,7 @@ def new_address(settings: Settings) -> str:
     """
     folder = private(settings.folder)
     path = str(folder / f"{secrets.token_hex(12)}.sock")
-    if len(os.fsencode(path + UNHEARD)) > 107:  # sun_path
+    if len(os.fsencode(path + UNHEARD)) > 107:  # limit of sun_path
         raise ValueError(f"VMEM_LEDGER={folder}: the path of a socket must not exceed 107 bytes")
     return path
 

@@ -159,7 +159,7 @@ def _sizes(asked: Any) -> Iterator[str]:
 
 
 def host_bytes(config: Any) -> int:
-    """Returns the bytes of host memory that all ranks together use for KV offloading, or 0."""
+    """Returns how many bytes of host memory all ranks use for offloading; 0 without offloading."""
     transfer = config.kv_transfer_config
     if getattr(transfer, "kv_connector", None) != "OffloadingConnector":
         return 0

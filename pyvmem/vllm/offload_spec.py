@@ -51,7 +51,10 @@ class Shared:
 
 
 class OffloadingSpecMixin:
-    """A mixin that gives vLLM's offloading specs a worker that can copy plain addresses."""
+    """A mixin for vLLM's offloading specs, which adds our metrics and our worker.
+
+    The worker copies to and from plain addresses.
+    """
 
     _worker: Any
 

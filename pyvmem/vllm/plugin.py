@@ -62,7 +62,7 @@ def register() -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.executor.abstract import Executor
 
-    with contextlib.suppress(ValueError):  # registered before
+    with contextlib.suppress(ValueError):  # already registered
         SleepModeBackendFactory.register_backend("vmem", "pyvmem.vllm.sleep", "VMemSleepBackend")
     _replace(EngineArgs, "create_engine_config", _configure_created)
     _replace(Executor, "__init__", _configure_at_start)
