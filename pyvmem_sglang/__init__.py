@@ -39,8 +39,8 @@ def register() -> None:
 def check_plugins() -> None:
     """Checks that ``SGLANG_PLUGINS`` does not exclude `register`; entry point ``torch.backends``.
 
-    torch calls it at the end of ``import torch``, which SGLang imports first. SGLang would call
-    nothing else of ours in that case. Warns if SGLang is not being imported.
+    torch calls it at the end of ``import torch``, which SGLang imports first. If `register` is
+    excluded, SGLang calls no other function of ours. Warns if SGLang is not being imported.
 
     Raises:
         RuntimeError: `register` is excluded, and SGLang is being imported.

@@ -2,7 +2,7 @@
 """The entry points that vLLM and torch load; imports only the standard library.
 
 vLLM logs an entry point that cannot be imported, and continues without it. It does not catch
-exceptions of the entry point's function, so modules that may fail are imported there.
+exceptions from the entry point's function, so modules that may fail are imported there.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def _register_late() -> None:
 def check_plugins() -> None:
     """Checks that ``VLLM_PLUGINS`` does not exclude `register`; the entry point ``torch.backends``.
 
-    torch calls it at the end of ``import torch``, which vLLM imports first. vLLM would call
-    nothing else of ours in that case. Warns if vLLM is not being imported.
+    torch calls it at the end of ``import torch``, which vLLM imports first. If `register` is
+    excluded, vLLM calls no other function of ours. Warns if vLLM is not being imported.
 
     Raises:
         RuntimeError: `register` is excluded, and vLLM is being imported.

@@ -63,7 +63,7 @@ __all__ = [
 
 
 class _Layer(NamedTuple):
-    """A layer's K and V, ``[max_batch, max_seq_len, num_kv_heads, head_dim]``, and form index."""
+    """A layer's K and V, ``[max_batch, max_seq_len, num_kv_heads, head_dim]``, and its form."""
 
     k: Writer
     v: Writer
@@ -74,8 +74,8 @@ class Attention:
     """Attention kernels bound to the tensors of a cache.
 
     Args:
-        cache: its layers with keys and values; other layers are ignored. Close this object before
-            the cache.
+        cache: the cache to read and write; layers without keys and values are ignored. Close this
+            object before the cache.
         kernel: "auto", or one of `KERNELS` for all layers.
         windows: per layer, the number of tokens a token attends to, if fewer than the cache keeps;
             None: all tokens that the cache keeps.
@@ -287,7 +287,7 @@ class Attention:
         return out
 
     def _check_up(self, layer: int, one: _Layer, heads: int, up: UpProjections) -> int:
-        """Checks `up`; returns the query's elements per head, nope and rotary."""
+        """Checks `up`; returns the query's number of elements per head, nope plus rotary."""
         form, slots = self._forms[one.form], one.k.tensor.shape
         if not form.latent or slots[2] != 1:
             raise invalid(
@@ -302,7 +302,7 @@ class Attention:
         return nope + slots[3] - form.v_head_dim
 
     def is_latent(self, layer: int) -> bool:
-        """True if the layer stores one tensor (MLA's latent), so `write` takes no values for it."""
+        """Returns true if the layer stores MLA's latent, so that `write` takes no values for it."""
         return self._forms[self._layer(layer).form].latent
 
     def window(self, layer: int) -> int:
@@ -362,7 +362,9 @@ def attention(
     scale: float | None = None,
     kernel: str = "auto",
 ) -> torch.Tensor:
-    """Computes attention in one call. Slower than `Attention`: checks the lengths each time.
+    """Computes attention in one call, which is slower than `Attention`.
+
+    Every call chooses the kernels and checks the lengths.
 
     Args:
         q: the requests' new tokens, concatenated, ``[tokens, heads, head_dim]``.

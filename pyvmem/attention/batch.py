@@ -34,8 +34,9 @@ class Run:
 
     Attributes:
         start: index of the first request's first token in the batch.
-        slot: the first request's slot. count: number of requests.
-        q_len, kv_len: lengths of each request.
+        slot: the first request's slot.
+        count: number of requests.
+        q_len, kv_len: number of new tokens, and of all tokens, of each request.
     """
 
     start: int
@@ -50,12 +51,12 @@ class Run:
 
 
 class Part(NamedTuple):
-    """The data a batch needs about the layers of one form.
+    """What a batch needs to know about the layers of one form.
 
     Attributes:
         caches: the caches to read.
         kernel: the kernel to call, from `pyvmem.attention.KERNELS`.
-        reads: the rows it may read.
+        reads: the rows that the kernel may read.
         window: number of tokens a token attends to; 0: all.
     """
 
@@ -83,7 +84,8 @@ class Batch:
     Attributes:
         parts, reqids, q_lens, kv_lens: as given.
         kernel, reads: those of the first part.
-        tokens: total number of new tokens; max_q, max_kv: the largest `q_lens` and `kv_lens`.
+        tokens: total number of new tokens.
+        max_q, max_kv: the largest of `q_lens` and of `kv_lens`.
         ticket: the tensor that stands for the batch in compiled code.
 
     Raises:

@@ -38,7 +38,7 @@ _DESCALES = ("q_descale", "k_descale", "v_descale")
 def _why_not_here(
     form: Form, device: torch.device, major: int, exactly: bool, dtypes: tuple[str, ...]
 ) -> str:
-    """Returns why neither version supports this GPU or layer shape; "" if they do."""
+    """Returns why FlashAttention does not support this GPU or layer shape; "" if it does."""
     if device.type != "cuda":
         return "it needs a GPU"
     have = torch.cuda.get_device_capability(device)
@@ -195,8 +195,8 @@ def fa3(
 ) -> torch.Tensor:
     """Calls the kernel once. It reads whole tiles of up to 192 rows; with `table`, only valid rows.
 
-    `scales` are for 8-bit keys and values. With `table` (block numbers), `k` and `v` are views of
-    blocks.
+    `scales` are used for 8-bit keys and values. If `table` gives block numbers, `k` and `v` are
+    views of the slots as blocks.
     """
     descales = None
     if scales is not None:

@@ -78,7 +78,10 @@ def _eager(
 
 
 def _causal(shift: int, window: int) -> Any:
-    """The causal or window mask. Captures tensors: torch 2.11 reuses ints of earlier calls."""
+    """Returns the causal or window mask, as a `score_mod` function.
+
+    The function captures tensors, since torch 2.11 would reuse the integers of earlier calls.
+    """
     last, wide = torch.tensor(shift), torch.tensor(window)
 
     def causal(score: Any, b: Any, h: Any, row: Any, column: Any) -> Any:

@@ -55,7 +55,10 @@ def why_not(form: Form, device: torch.device) -> str:
 def flashinfer(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float, window: int = 0
 ) -> torch.Tensor:
-    """Makes one call for the batch, or one per request if any has more than one new token."""
+    """Makes one call for the batch, or one per request if the step is a prefill.
+
+    A step is a prefill if a request has more than `PREFILL_TOKENS` new tokens.
+    """
     if batch.max_q <= PREFILL_TOKENS:
         return _paged(q, k, v, batch, scale, window)
     if len(batch.reqids) == 1 and batch.max_q >= _LONG and not window:
@@ -144,7 +147,7 @@ def _plan(
     window: int,
     dtype: torch.dtype,
 ) -> None:
-    """Plans a call. Passes lengths in blocks on the CPU, block numbers on the device."""
+    """Plans a call, with the lengths in blocks on the CPU and the block numbers on the device."""
     counts = [-(-length // BLOCK) for length in batch.kv_lens]
     last = [
         length - (count - 1) * BLOCK for length, count in zip(batch.kv_lens, counts, strict=True)

@@ -60,7 +60,10 @@ def _tiles_before(device: torch.device) -> Reads:
 
 
 def _fa2_reads(device: torch.device) -> Reads:
-    """Like `_tiles_before`, but decoding with head_dim up to 64 uses tiles of 256 rows."""
+    """Returns the reads of `_tiles_before` for tiles of 256 rows.
+
+    FlashAttention-2 uses such tiles for decoding with a head_dim of up to 64.
+    """
     return Reads(before=255)
 
 
@@ -106,7 +109,7 @@ def overread_rows(kernel: str, device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen kernels, and why the others were not.
+    """The chosen kernels, and why the others were not chosen.
 
     Attributes:
         name: one of `KERNELS`, for prefills, chunked or not.
@@ -144,7 +147,7 @@ def choose(cache: KVCache | Form, device: torch.device, kernel: str = "auto") ->
         kernel: "auto", or one of `KERNELS`.
 
     Raises:
-        InvalidArgument: no such kernel, or it cannot be used; the message says why.
+        InvalidArgument: the kernel does not exist or cannot be used; the message says why.
     """
     check_name(kernel)
     form = _form_of(cache)
@@ -178,7 +181,7 @@ def _form_of(cache: KVCache | Form) -> Form:
 
 
 def check_name(kernel: str) -> None:
-    """Raises InvalidArgument unless the name is "auto" or a kernel's."""
+    """Raises InvalidArgument unless `kernel` is "auto" or the name of a kernel."""
     if kernel != "auto" and kernel not in KERNELS:
         raise invalid(
             f"kernel must be one of auto, {', '.join(KERNELS)}, not {kernel!r}", op="Attention"

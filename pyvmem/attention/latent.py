@@ -74,7 +74,7 @@ def attend(
         run: the kernel that attends over latents.
         q: the new tokens of `batch`, ``[tokens, num_heads, nope + rotary]``.
         k: a layer's rows, ``[slots, rows, 1, rank + rotary]``.
-        v: the same without the rotary elements.
+        v: the same rows without the rotary elements.
         batch: the requests.
         scale: scale of the scores.
         window: number of tokens a token attends to; 0: all.
@@ -158,6 +158,6 @@ def _expand(
 
 
 def _up(latents: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
-    """Multiplies ``[rows, rank]`` by ``[heads, dim, rank]`` to ``[rows, heads, dim]``."""
+    """Multiplies ``[rows, rank]`` by ``[heads, dim, rank]``; returns ``[rows, heads, dim]``."""
     heads, dim, rank = projection.shape
     return (latents @ projection.reshape(-1, rank).T).view(-1, heads, dim)

@@ -26,8 +26,8 @@ class Form:
         head_dim: elements per head of a key.
         v_head_dim: elements per head of a value.
         window: number of tokens a token attends to, including itself; 0: all tokens up to itself.
-        latent: the layer has one tensor, and the first `v_head_dim` elements of a row are its
-            values (MLA).
+        latent: whether the layer has only one tensor, in which the first `v_head_dim` elements of a
+            row are its values (MLA).
     """
 
     keys: GroupView = field(repr=False)
@@ -51,7 +51,7 @@ class Form:
 def forms_of(
     cache: KVCache, windows: Sequence[int] | None = None, v_head_dim: int = 0
 ) -> list[Form | None]:
-    """Returns the form of every layer; None for a layer without keys and values.
+    """Returns the form of every layer, or None for a layer without keys and values.
 
     Args:
         cache: the cache whose layers to describe.

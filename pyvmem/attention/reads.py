@@ -41,7 +41,10 @@ class Reads:
         return min(-(-length // self.block) * self.block + self.tile, longest)
 
     def first(self, length: int, new: int, window: int) -> int:
-        """Returns the first row that the last `new` of `length` tokens may read; window 0: 0."""
+        """Returns the first row that the last `new` of `length` tokens may read.
+
+        Returns 0 if `window` is 0, which means that a token attends to all earlier tokens.
+        """
         return max(0, length - new - window + 1 - self.before) if window else 0
 
 
@@ -81,7 +84,10 @@ class Blocks(NamedTuple):
         return (slots - 1) * self.slot + (self.per_slot - 1) * self.step
 
     def wanted(self, length: int) -> int:
-        """Returns the block table's width: a power of two, so few widths occur, or `per_slot`."""
+        """Returns a block table's width for a length: a power of two, but at most `per_slot`.
+
+        Powers of two keep the number of different widths small.
+        """
         needed = -(-length // self.rows)
         return min(1 << (needed - 1).bit_length(), self.per_slot)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Scales for 8-bit keys and values, and quantisation of rows.
+"""Scales for 8-bit keys and values, and quantization of rows.
 
 The value of a stored element is the element times its scale. Each layer has its scales, one per KV
 head or one for all, fixed when `Attention` is created: engines read them from a checkpoint. Query
@@ -35,7 +35,7 @@ class Scales:
 
 
 def quantised(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Quantises rows ``[tokens, heads, head_dim]`` to 8 bits; clamps out-of-range elements."""
+    """Quantizes rows ``[tokens, heads, head_dim]`` to 8 bits; clamps out-of-range elements."""
     found = rows.float() / scale.reshape(-1, 1)
     return found.clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
 
@@ -46,13 +46,13 @@ def scales_of(
     """Checks the scales of all layers and puts them on the device.
 
     Args:
-        given: for each layer, the scales of its keys and of its values: a number, or one per KV
-            head; None: all are 1.
-        heads: KV heads of each layer.
+        given: for each layer, the scales of its keys and of its values, each a number or one number
+            per KV head; None: all scales are 1.
+        heads: number of KV heads of each layer.
         device: the scales' device.
 
     Raises:
-        InvalidArgument: too few scales, or a scale that is not positive.
+        InvalidArgument: the number of scales is wrong, or a scale is not a finite positive number.
     """
     pairs = [(1.0, 1.0)] * len(heads) if given is None else list(given)
     if len(pairs) != len(heads):

@@ -40,8 +40,8 @@ def causal(
 ) -> torch.Tensor:
     """Attends from queries ``[requests, tokens, heads, dim]`` to rows ``[requests, rows, ...]``.
 
-    The tokens are the last of the rows. Each attends to the last `window` rows up to its own; 0:
-    all.
+    The last rows belong to the tokens. A token attends to the last `window` rows up to its own, or
+    to all of them if `window` is 0.
     """
     new, rows, heads = q.shape[1], k.shape[1], q.shape[2]
     if new == 1 and k.shape[2] == 1:
@@ -56,7 +56,7 @@ def causal(
     mask = None
     narrow = window and rows > window
     if 1 < new < rows or (narrow and new > 1):
-        # is_causal aligns the mask at the upper left: wrong for a window or a later chunk.
+        # is_causal aligns the mask at the upper left, which is wrong for a window or a later chunk.
         mask = q.new_ones((new, rows), dtype=torch.bool).tril(rows - new)
         if narrow:
             mask = mask.triu(rows - new - window + 1)
@@ -91,12 +91,12 @@ def _by_blocks(
 ) -> None:
     """Attends for one request by matrix products, one block of tokens at a time.
 
-    For values narrower than keys, as in MLA: SDPA's fast kernels do not support 576 elements, its
-    slow one keeps the scores of all tokens and a copy of the rows for each head, and its
-    memory-efficient one gave wrong results after the first 32 tokens of a masked chunk (torch 2.11
-    on an H100). Besides `out`, this needs memory for a block's scores (2 ** 26 of them, or one
-    token's if more), twice in float32 and once in the values' dtype, and for the keys in float32 if
-    torch cannot multiply narrower matrices to float32.
+    Used if values are narrower than keys, as in MLA. SDPA's fast kernels do not support heads of
+    576 elements, its slow kernel keeps the scores of all tokens and a copy of the rows for each
+    head, and its memory-efficient kernel gave wrong results after the first 32 tokens of a masked
+    chunk (torch 2.11 on an H100). Besides `out`, this needs memory for a block's scores (2 ** 26 of
+    them, or one token's if more), twice in float32 and once in the values' dtype, and for the keys
+    in float32 if torch cannot multiply narrower matrices to float32.
     """
     (new, heads, dim), (rows, groups) = q.shape, k.shape[:2]
     each = heads // groups
@@ -125,7 +125,7 @@ def _by_blocks(
 
 
 def _products_to_float(x: torch.Tensor) -> bool:
-    """True if torch can multiply these matrices with a float32 result."""
+    """Returns true if torch can multiply these matrices with a float32 result."""
     return _TO_FLOAT and x.device.type == "cuda" and x.element_size() < 4
 
 

@@ -44,7 +44,7 @@ class _Allocator:
 
 
 class _Pool:
-    """Replaces the sector pool: pages need no sectors."""
+    """Replaces the sector pool, since pages need no sectors."""
 
     def try_to_free_sectors(self) -> None:
         """Does nothing."""
@@ -68,14 +68,17 @@ class SlotCache(SlotCacheBase):
     def update(
         self, key: Any, value: Any, layer_idx: int, kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
-        """Passes the cache to attention functions; transformers 5.24 no longer does so."""
+        """Passes the cache to the attention functions, which transformers 5.24 no longer does."""
         kwargs["cache"] = self
         return key, value
 
     # ---- scheduler and offloading ----------------------------------------------------------------
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
-        """Maps pages for the next `request_len` tokens, if memory allows."""
+        """Maps pages for the next `request_len` tokens; returns false if memory is short.
+
+        With `dry_run`, only returns whether the pages could be mapped.
+        """
         total = state.current_len() + request_len
         if dry_run:
             return self.requests.room(state.request_id, total)
@@ -100,11 +103,11 @@ class SlotCache(SlotCacheBase):
         return False
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        """Frees a request's slot, without recording its rows if `no_cache`."""
+        """Frees a request's slot; if `no_cache`, its rows are not recorded."""
         self.requests.drop(request_id, record=not no_cache)
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
-        """Frees all slots; evicts recorded prefixes as well if `clear_ledgers`."""
+        """Frees all slots; if `clear_ledgers`, also evicts the recorded prefixes."""
         self.requests.drop_all(forget=clear_ledgers)
 
     def reset(self) -> None:
@@ -124,7 +127,7 @@ class SlotCache(SlotCacheBase):
     def prepare_fork_request(
         self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: Any
     ) -> list[str]:
-        """Forks as many children as fit. Returns an empty list of copies."""
+        """Forks as many children as fit, and returns their ids; adds nothing to the copies."""
         forked: list[str] = []
         for child in dst_req_ids:
             if not self.requests.fork(src_state.request_id, child, src_state.current_len()):

@@ -25,23 +25,23 @@ class SlotCacheBase:
     Args:
         options: the installed options.
         config: configuration of the text model.
-        continuous_batching_config: resolved; ``max_requests_per_batch`` is lowered to the number of
-            slots.
+        continuous_batching_config: the resolved configuration; its ``max_requests_per_batch`` is
+            lowered to the number of slots.
         device, dtype: device and dtype of the model.
         distributed_helper: describes the devices that the model is split over.
-        model_supports_logits_to_keep: the model can compute logits only for the last token of each
-            request; in transformers versions without this argument, it always computes all.
+        model_supports_logits_to_keep: whether the model can compute logits for only the last token
+            of each request. In transformers versions without this argument, it computes all logits.
         tp_plan: not used.
 
     Attributes:
-        block_option: the name, in this version, of the option for tokens per block (the unit of
-            ``num_blocks``).
+        block_option: this version's name for the option that sets the number of tokens per block
+            (the unit of ``num_blocks``).
         block_tokens: the value of that option.
         requests: the requests and their slots.
         token_bytes: bytes per token over all tensors.
         tokens: the cache's capacity in tokens.
         max_batch_tokens: maximum tokens in a forward pass.
-        use_prefix_sharing, allow_block_sharing: prompts are recorded for other requests.
+        use_prefix_sharing, allow_block_sharing: whether prompts are recorded for other requests.
         max_blocks_per_request: 0, which disables the paged kernel for decoding.
     """
 
@@ -88,7 +88,8 @@ class SlotCacheBase:
         """Rejects models that this version does not support, before anything changes.
 
         Raises:
-            NotSupported: see `check_model`. InvalidArgument: options that do not fit its layers.
+            NotSupported: see `check_model`.
+            InvalidArgument: the options do not fit the model's layers.
         """
         check_model(config, tensor_parallel)
         options.check(kept_shapes(options, config))

@@ -39,7 +39,7 @@ _api: Any = continuous_api
 _Manager: Any = _api.ContinuousBatchingManager
 _StockCache: Any = _api.PagedAttentionCache
 
-# .cache: creates our cache; set while one of our managers is being built
+# `_building.cache` is a function that creates our cache, set while a manager of ours is being built
 _building = threading.local()
 _options_for: Callable[[Any], Options | None] | None = None
 _slot_cache: Any = None
@@ -60,10 +60,13 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function: ``[1, heads, tokens, head_dim]`` to ``[1, tokens, ...]``.
+    """Computes attention over the slots, as transformers calls it for a layer.
+
+    Takes queries ``[1, heads, tokens, head_dim]`` and returns ``[1, tokens, ...]``.
 
     Raises:
-        NotSupported: the cache is not this plug-in's, or the attention is not causal.
+        NotSupported: the cache is not this plug-in's, an argument changes the scores (see
+            `plain_scores`), or the window differs from the configuration's.
     """
     cache = kwargs.get("cache")
     if not isinstance(cache, _slot_cache):
@@ -119,7 +122,7 @@ def _guard(scheduler: Any, requests: NamedRequests) -> None:
 
 
 def _adapters(model: Any) -> tuple[str, ...] | None:
-    """Returns the names of a model's active adapters; None if it has none."""
+    """Returns the names of a model's active adapters, or None if it has no adapters."""
     if not getattr(model, "_hf_peft_config_loaded", False):
         return None
     return tuple(model.active_adapters())
@@ -234,7 +237,7 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
         self._close_cache()
 
     def _give_attention_back(self, model: Any) -> None:
-        """Restores the model like `stop`, for a manager that fails to start."""
+        """Restores the model's attention, as `stop` does, if the manager fails to start."""
         if self._original_attn_impl is not None:
             model.set_attn_implementation(self._original_attn_impl)
             self._original_attn_impl = None
@@ -257,8 +260,9 @@ def patch(options_for: Callable[[Any], Options | None], slot_cache: Any) -> None
     """Patches transformers.
 
     Args:
-        options_for: returns a model's options; None: the plug-in is not installed for it.
-        slot_cache: the cache class of this version.
+        options_for: a function that returns a model's options, or None if the plug-in is not
+            installed for the model.
+        slot_cache: the cache class for this version of transformers.
     """
     global _options_for, _slot_cache
     _options_for, _slot_cache = options_for, slot_cache

@@ -44,16 +44,16 @@ MAX_SLOTS = 256  # our default; transformers' default is 1024 requests per batch
 
 @dataclass(frozen=True)
 class Options:
-    """See `pyvmem.hf.continuous.install`. Checked on construction.
+    """The options of `pyvmem.hf.continuous.install`, which are checked on construction.
 
     Attributes:
         max_batch: number of slots; None: `max_requests_per_batch`, at most `MAX_SLOTS`.
         max_seq_len: tokens per slot; None: the model's `max_position_embeddings`.
         kernel: attention kernel.
-        backend: None: "host" for a model on the CPU, else "auto".
+        backend: as for `pyvmem.Context`; None: "host" for a model on the CPU, else "auto".
         context: a context to share; None: the cache opens and owns one.
-        keep_windows: keep rows that have left a sliding window. A prefix can then end at any token;
-            otherwise only where a window was recorded.
+        keep_windows: whether to keep rows that have left a sliding window. If true, a prefix can
+            end at any token; otherwise, only where a window was recorded.
         kvcache: other fields of `KVCacheConfig`.
     """
 
@@ -184,8 +184,8 @@ def kept_shapes(options: Options, config: Any) -> list[LayerShape]:
     """Returns the layer shapes of a model under the installed options.
 
     Raises:
-        InvalidArgument: the configuration does not describe them. NotSupported: a layer has a
-            state.
+        InvalidArgument: the configuration does not describe the layers.
+        NotSupported: a layer has a state.
     """
     shapes = row_shapes(config, "continuous batching")
     if options.keep_windows:
@@ -209,13 +209,13 @@ def make_requests(
         config: configuration of the text model.
         cb_config: transformers' ``ContinuousBatchingConfig``, resolved.
         block_tokens: tokens per block, the unit of ``num_blocks``.
-        device, dtype: device and type of the model.
-        logits_of_all: the model computes scores for every token of a batch, not only the last of
-            each request, so memory is left for them.
+        device, dtype: device and dtype of the model.
+        logits_of_all: whether the model computes logits for every token of a batch, rather than for
+            the last token of each request, so that memory must be left for them.
 
     Raises:
-        InvalidArgument: a value that the model or the context does not support. NotSupported: a
-            layer has a state.
+        InvalidArgument: the model or the context does not support a value.
+        NotSupported: a layer has a state.
     """
     slots, longest = request_limits(options, config, cb_config)
     windows = [shape.window for shape in row_shapes(config, "continuous batching")]
@@ -267,7 +267,7 @@ def _free(context: Context | None, backend: str, ordinal: int | None) -> int:
 
 
 def _elements(shape: LayerShape) -> int:
-    """Returns the elements per token in a layer."""
+    """Returns the number of elements per token in a layer."""
     return shape.num_kv_heads * (shape.head_dim + (shape.v_head_dim or 0))
 
 

@@ -4,7 +4,7 @@
 In every layer and step, transformers computes every head's keys and values from the latents of all
 earlier tokens. Here the attention function receives and caches the latents themselves: one KV head
 of ``kv_lora_rank + qk_rope_head_dim`` elements, of which the first ``kv_lora_rank`` are the values.
-It also receives the up-projections and applies them either to queries and result or to the rows
+It also receives the up-projections, and applies them to the queries and the result or to the rows
 (`pyvmem.attention.latent`). The results are the same up to rounding.
 
 The function registered under the model's ``attn_implementation`` gets ``query [1, heads, tokens,
@@ -28,7 +28,7 @@ from pyvmem.errors import NotSupported
 __all__ = ["UP", "absorbed", "is_latent", "latent_rank"]
 
 UP = "latent_up"
-"""Keyword argument of the attention function for the up-projections."""
+"""The keyword argument by which the attention function receives the up-projections."""
 
 _PARTS = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "q_lora_rank", "kv_lora_rank")
 
@@ -71,7 +71,7 @@ def _is_plain(module: Any) -> bool:
 
 @contextmanager
 def absorbed(model: Any) -> Iterator[None]:
-    """Makes attention run over the latent inside the ``with`` block; no effect without MLA.
+    """Makes attention run over the latent inside the ``with`` block; does nothing without MLA.
 
     Raises:
         NotSupported: the structure of an MLA model's layers differs from DeepSeek-V3's.
@@ -96,7 +96,10 @@ def _forward(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """DeepSeek-V3's forward for ``[1, tokens, hidden]``; the attention function fills the cache."""
+    """Replaces DeepSeek-V3's forward, for ``[1, tokens, hidden]``.
+
+    The attention function fills the cache.
+    """
     from transformers import Cache
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

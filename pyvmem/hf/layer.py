@@ -85,7 +85,7 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         assert self._k is not None
         assert self._v is not None
         if not (_fits(key_states, self._k) and _fits(value_states, self._v)):
-            self._rows.open(self._index, key_states, value_states)  # refuses them
+            self._rows.open(self._index, key_states, value_states)  # raises InvalidArgument
         first, last = self._length, self._length + new
         self._rows.hold(batch, last)
         where = self._rows.where(first, last, key_states.device)
@@ -148,7 +148,7 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
 
     @property
     def tokens(self) -> int:
-        """The number of tokens per row that need pages; equal to `get_seq_length`."""
+        """The number of tokens per row that need pages, the same as `get_seq_length`."""
         return self._length
 
     def get_max_length(self) -> int:
@@ -203,7 +203,7 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         )
 
     def forget(self) -> None:
-        """Drops all tensors; the layer is then as before its first `update`."""
+        """Drops all tensors, which returns the layer to its state before the first `update`."""
         self._k = self._v = self.keys = self.values = None
         self._length = self._copied = 0
         self.is_initialized = False

@@ -54,10 +54,11 @@ class _Request:
 
     Attributes:
         request: the cache's request object.
-        tokens: number of tokens that it has pages for.
-        valid: number of rows whose keys and values are computed.
-        ids: returns the token ids of at least the valid rows; called when rows are recorded.
-        recorded: number of tokens of its prompt recorded so far.
+        tokens: number of tokens for which it has pages.
+        valid: number of rows whose keys and values have been computed.
+        ids: a function that returns the token ids of at least the valid rows; it is called when
+            rows are recorded.
+        recorded: number of prompt tokens recorded so far.
     """
 
     request: Request
@@ -75,21 +76,21 @@ class NamedRequests:
     Args:
         cache: the cache to take over; `close` closes it.
         kernel: attention kernel, see `pyvmem.attention.Attention`.
-        sharing: record prompts for reuse by requests that begin with the same tokens.
+        sharing: whether to record prompts for reuse by requests that begin with the same tokens.
         windows: see `Attention`.
         v_head_dim: see `Attention`.
 
     Attributes:
         kvcache: the cache, for its statistics.
-        parts: its groups of equal layers.
+        parts: the cache's groups of layers.
         choice: the first layer's attention kernel, and why the others were not chosen.
         sharing: true if prompts are shared: `sharing` was set, and the back end can map a page
             twice. If layers have a window, a prefix matches only if its window's rows were
             recorded.
         stream: CUDA stream of the model's work; None: torch's current stream.
-        namespace: called when a request gets its slot; returns a key for everything besides tokens
-            that keys and values depend on, such as the model's adapters. Prefixes are shared only
-            within a namespace.
+        namespace: a function that is called when a request gets its slot. It returns a key for
+            everything other than tokens that affects keys and values, such as the model's adapters.
+            Prefixes are shared only within a namespace.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class NamedRequests:
     # ---- room ------------------------------------------------------------------------------------
 
     def hold(self, name: str, tokens: int) -> bool:
-        """Maps pages for `tokens` tokens of a request; allocates a slot first if it has none.
+        """Maps pages for `tokens` tokens of a request, which first gets a slot if it has none.
 
         Returns:
             False, with nothing changed, if every slot is in use, or if memory is short even after
@@ -172,7 +173,7 @@ class NamedRequests:
         return known
 
     def _map(self, one: _Request, tokens: int) -> bool:
-        guard = any(part.layout.guard for part in self.parts)  # due in a prefill's last step
+        guard = any(part.layout.guard for part in self.parts)  # mapped in a prefill's last step
         if guard or tokens > self._cache.capacity(one.request):
             wanted = max(tokens, one.request.length)
             if self._cache.extend({one.request: wanted}, self.stream) is not None:
@@ -193,7 +194,7 @@ class NamedRequests:
         return bisect_right(range(self.max_seq_len), total, key=self._pages_of) - 1
 
     def _pages_of(self, tokens: int) -> int:
-        """Returns the physical pages for `tokens` tokens, including rows that windows will drop."""
+        """Returns how many pages `tokens` tokens need, including rows that windows will drop."""
         layouts = [part.layout for part in self.parts]
         return sum(one.pages_for(tokens) * one.num_tensors for one in layouts)
 
@@ -209,7 +210,7 @@ class NamedRequests:
         return self.kvcache.memory.for_request(reqid, tokens) // self._page
 
     def granted(self, name: str) -> int:
-        """Returns the request's pages per tensor of the first group; 0 without a slot."""
+        """Returns how many pages a request has per tensor of the first group; 0 without a slot."""
         if name not in self:
             return 0
         return self.parts[0].snapshot()[self._requests[name].request.slot].granted_pages
@@ -222,12 +223,12 @@ class NamedRequests:
         return fits and self.missing(name, tokens) <= self.pages()[0]
 
     def drop(self, name: str, record: bool = True) -> None:
-        """Frees a request's slot; does nothing for a name without one.
+        """Frees a request's slot; does nothing if the request has no slot.
 
         Args:
             name: the request.
-            record: keep its rows for requests that begin with the same tokens, until memory is
-                short.
+            record: whether to keep its rows, until memory is short, for requests that begin with
+                the same tokens.
         """
         self._next.leave(name)
         self._new.pop(name, None)
@@ -295,14 +296,14 @@ class NamedRequests:
     def computed(self, name: str, new: int, ids: Callable[[], list[int]], prompt: int) -> None:
         """Records that a request's next rows are computed; records the prompt once complete.
 
-        With windowed layers, the prompt is recorded after each chunk: another prompt may diverge
-            there, and the rows of the chunk's last window are still mapped.
+        With windowed layers, the prompt is recorded after each chunk, since another prompt may
+        diverge there, and the rows of the chunk's last window are still mapped.
 
         Args:
             name: the request; ignored if it has no slot.
             new: number of rows.
-            ids: returns the request's token ids, at least for all rows so far.
-            prompt: number of tokens in its prompt.
+            ids: a function that returns the request's token ids, at least for all rows so far.
+            prompt: number of tokens in the request's prompt.
         """
         one = self._requests.get(name)
         if one is None:

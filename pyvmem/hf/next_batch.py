@@ -28,7 +28,8 @@ class NextBatch:
     """Collects requests for `NamedRequests` by name, then turns them into a batch of slots.
 
     Attributes:
-        queued: tuples of name, tokens already present, and new tokens; emptied by `begin`.
+        queued: for each request, its name, its tokens already present, and its new tokens; `begin`
+            empties the list.
     """
 
     def __init__(self, cache: RequestCache, attention: Attention) -> None:
@@ -49,13 +50,13 @@ class NextBatch:
     def begin(
         self, requests: Mapping[str, Request], tokens: Mapping[Request, int], stream: Any
     ) -> None:
-        """Extends the queued requests and makes them the current batch.
+        """Steps the cache, and makes the queued requests the current batch.
 
-        Starts mapping pages for one more token per request in the background.
+        Starts mapping pages for one more token per queued request in the background.
 
         Args:
             requests: the requests by name.
-            tokens: number of tokens of each request after this batch; their pages are mapped.
+            tokens: number of tokens for which each request has pages, whether queued or not.
             stream: stream of the model's work.
 
         Raises:
@@ -119,7 +120,7 @@ class NextBatch:
 
 
 def close_quietly(cache: KVCache, attention: Attention, stream: Any = None) -> None:
-    """Closes both. If tensors are alive elsewhere, the cache stays open, and this is logged."""
+    """Closes the attention and the cache; logs a warning if tensors elsewhere keep it open."""
     attention.close()
     cache.internals.users.clear()
     try:

@@ -46,12 +46,13 @@ class Settings:
 
     Attributes:
         text: the language model's configuration.
-        max_batch: maximum number of rows. max_length: maximum number of tokens of a row.
-        backend: None: "host" for keys on the CPU, else "auto".
+        max_batch: maximum number of rows.
+        max_length: maximum number of tokens per row.
+        backend: as for `pyvmem.Context`; None: "host" for keys on the CPU, else "auto".
         context: a context to share; None: the cache opens its own.
         options: other fields of `KVCacheConfig`.
         budget: memory shared with other caches of the context.
-        contiguous: `update` returns copies.
+        contiguous: whether `update` returns contiguous copies instead of views.
     """
 
     text: Any
@@ -220,7 +221,7 @@ class Rows:
 
     @property
     def parts(self) -> tuple[GroupView, ...]:
-        """The groups of equal layers."""
+        """The cache's groups of layers."""
         assert self.cache is not None
         return self.cache.caches
 
@@ -357,7 +358,7 @@ class Rows:
         return self._where[2]
 
     def settle(self) -> None:
-        """Frees rows that no layer uses any more; layers change one by one."""
+        """Frees rows that no layer uses any more; a layer calls this after it may drop rows."""
         if self.cache is None:
             return
         layers = [layer for layer in self.layers if layer.is_initialized]

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 Handed = tuple[int, int, int]
-"""KV heads, elements of a key's head, elements of a value's head."""
+"""Number of KV heads, elements per head of a key, and elements per head of a value."""
 
 
 def handed_over(key: Any, value: Any) -> Handed:
@@ -91,7 +91,7 @@ def stored_shapes(
 
     Args:
         text: the language model's configuration.
-        layer: that layer.
+        layer: index of that layer.
         given: the shape of the data passed to it; None: the layer has a state, and the other layers
             follow the configuration.
 
@@ -128,7 +128,7 @@ def stored_shapes(
 def _stored_rows(
     rows: list[LayerShape], layer: int, mine: LayerShape, given: Handed
 ) -> Callable[[LayerShape], tuple[LayerShape, Handed]]:
-    """Returns a function from a layer's configured shape to the shapes it stores and is passed.
+    """Returns a function that maps a layer's configured shape to what it stores and is passed.
 
     Args:
         rows: the shapes of all layers with keys and values.

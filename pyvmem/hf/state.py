@@ -110,7 +110,7 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         self.has_previous_state = dict(other.has_previous_state)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Raises an error: a state cannot be rolled back.
+        """Raises an error, since a state cannot be rolled back.
 
         Raises:
             InvalidArgument: always, except for 0.
@@ -122,7 +122,7 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
             )
 
     def check_back(self, length: int) -> None:
-        """Raises InvalidArgument, even for 0 tokens: a state cannot be rolled back."""
+        """Raises InvalidArgument, even for 0 tokens, since a state cannot be rolled back."""
         raise invalid(
             f"{length} tokens: the state of layer {self._index} cannot be rolled back; compute the "
             "tokens again after reset",
@@ -130,7 +130,7 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         )
 
     def activate_past_recording(self) -> None:
-        """Raises an error: recording would have to keep states of earlier tokens.
+        """Raises an error, since recording would have to keep the states of earlier tokens.
 
         Raises:
             NotSupported: always.

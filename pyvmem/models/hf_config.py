@@ -92,7 +92,7 @@ def text_config(config: Any) -> Any:
 
 
 def _attribute(text: Any, name: str) -> Any:
-    """Returns an attribute; None if the configuration lacks it.
+    """Returns an attribute, or None if the configuration lacks it.
 
     Raises InvalidArgument if the attribute differs between layers, where transformers raises an
     error of its own.
@@ -125,7 +125,7 @@ def _num_layers(text: Any) -> Any:
 
 
 def _num_kv_heads(text: Any) -> Any:
-    """Returns the number of KV heads over all ranks. Falcon has a flag for a single one."""
+    """Returns the number of KV heads over all ranks. Falcon has a flag for a single KV head."""
     own = _attribute(text, "num_key_value_heads")
     if own is None and _attribute(text, "multi_query"):
         return _attribute(text, "num_kv_heads") if text.new_decoder_architecture else 1
@@ -401,7 +401,7 @@ def _number(values: dict[str, Any]) -> Any:
 
 
 def dtype_name(config: Any, given: str) -> str:
-    """Returns the configuration's dtype or the given dtype.
+    """Returns the configuration's dtype, or `given` if the configuration has none.
 
     Raises InvalidArgument if both are missing.
     """

@@ -135,7 +135,7 @@ class LayerClass(NamedTuple):
     dtype: str = ""
 
     def fields(self) -> dict[str, Any]:
-        """`KVCacheConfig` fields except the number of layers; "dtype" only if it differs."""
+        """Returns the `KVCacheConfig` fields except the number of layers and an empty dtype."""
         fields = self._asdict()
         return fields if self.dtype else {k: v for k, v in fields.items() if k != "dtype"}
 

@@ -53,9 +53,9 @@ class _Freed:
 
 
 class _Transfers:
-    """SGLang's copies between KV pages and host memory; the pages stay mapped until they complete.
+    """Tracks SGLang's copies between KV pages and host memory, so that no page is unmapped early.
 
-    Keeps only the last event per key, as the copies in each direction run on one stream.
+    Only the last event per key is kept, since the copies in each direction run on one stream.
     """
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class _Allocator:
         return torch.tensor(self.pool.free_pages(), dtype=torch.int64, device=self.device)
 
     def _lend(self, count: int) -> bool:
-        """Sets `free_pages` to `count` backed pages for SGLang to take; false if too few."""
+        """Sets `free_pages` to `count` backed pages; returns false if memory is short."""
         pages = self.pool.take(count)
         if pages is None:
             return False
@@ -389,5 +389,5 @@ def _budget() -> Any:
 
 
 def elastic_allocator(stock: type) -> type:
-    """Returns a subclass of SGLang's `PagedTokenToKVPoolAllocator` to replace it."""
+    """Returns a subclass of SGLang's `PagedTokenToKVPoolAllocator` that replaces it."""
     return type("ElasticTokenToKVPoolAllocator", (_Allocator, stock), {"__module__": __name__})

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Creates SGLang's KV tensors on a reservation. A page is contiguous in each tensor.
 
-    K of layer 0 | page 0 | page 1 | ...      likewise V of layer 0, K of layer 1, ...
+    K of layer 0 | page 0 | page 1 | ...      the same for V of layer 0, K of layer 1, ...
 
 Stock SGLang allocates a layer's K and V as two halves of a tensor, so kernels may assume that they
 are a whole number of pages apart. Here, too, the distance between two tensors is a multiple of the

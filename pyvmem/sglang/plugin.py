@@ -31,7 +31,7 @@ __all__ = ["SWITCH", "register"]
 
 SWITCH = "VMEM_SGLANG"
 _ALLOCATOR = "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator"
-_MARGIN = 512 << 20  # device bytes kept free for activations beyond their peak so far
+_MARGIN = 512 << 20  # bytes of GPU memory kept free for activations beyond their peak so far
 
 log = logging.getLogger("sglang.vmem")
 
@@ -216,7 +216,7 @@ def _tick(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _headroom(device: Any) -> int:
-    """Returns the number of bytes that torch may still allocate: up to its peak, plus a margin."""
+    """Returns how many more bytes torch may need: up to its peak so far, plus a margin."""
     import torch
 
     if torch.device(device).type != "cuda":

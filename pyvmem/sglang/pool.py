@@ -5,7 +5,7 @@ For SGLang, every page without a request or prefix is free. A free page is
 
     idle       backed
     arriving   backed; its id is still being copied from the device
-    unbacked   without memory
+    unbacked   has no memory
 
 and only idle pages are handed out. Pages that SGLang is about to take are backed before it decides
 to take them (`prepare`), since its scheduler crashes if an allocation fails.
@@ -42,12 +42,12 @@ from pyvmem.sglang.ranks import Quota, Ranks, RoundState, SingleRank
 
 __all__ = ["Arrival", "PagePool", "join"]
 
-_TICK = 0.05  # s between rounds of `tick`
-_LOOK = 0.01  # s between rounds while another engine asks for memory or pages are being unmapped
-_REPORT = 0.1  # s between reports to the ledger and between regular checks of other engines
-_START_PATIENCE = 30.0  # s to wait for other engines to make room for page 0
-_LAST_PATIENCE = 2.0  # s to wait for room for a request that runs by itself
-_BACKOFF = 0.02  # s between attempts to grow after a denial
+_TICK = 0.05  # seconds between rounds of `tick`
+_LOOK = 0.01  # seconds between rounds while another engine needs memory or pages are being unmapped
+_REPORT = 0.1  # seconds between reports to the ledger and between regular checks of other engines
+_START_PATIENCE = 30.0  # seconds to wait for other engines to make room for page 0
+_LAST_PATIENCE = 2.0  # seconds to wait for room if no other request is running
+_BACKOFF = 0.02  # seconds between attempts to grow after a failed attempt
 _RESERVE = 256 << 20
 _MOST_RESERVE = 1024  # pages
 _PIECE = 64 << 20  # bytes of slabs emptied at a time
@@ -89,7 +89,7 @@ def join(
         memory: memory of the rank.
         settings: settings of the engine.
         name: name of the engine in the ledger.
-        unique: fail if the name is taken, instead of appending a number to it.
+        unique: whether to fail if the name is taken, instead of appending a number to it.
         ranks: ranks of the engine; None for a single rank.
         first: true for the first rank.
         identity: identity in the ledger; 0 for a random one.
@@ -151,8 +151,8 @@ class PagePool:
         admits: true if requests may be admitted.
         waits: number of growths that steps have waited for.
         hits, queries: number of tokens found in the prefix cache, and number looked up.
-        count_waiting: returns the number of pages that queued requests need beyond the evictable
-            ones.
+        count_waiting: a function that returns how many pages queued requests need beyond the
+            evictable ones.
 
     Raises:
         RuntimeError: the ranks have different KV tensors or settings.
@@ -213,7 +213,7 @@ class PagePool:
         return self._pages_in(room, self.geometry.num_blocks - 1)
 
     def _pages_in(self, room: int, most: int) -> int:
-        """Returns the pages, up to `most`, that `room` bytes can back in the worst case."""
+        """Returns how many pages, up to `most`, `room` bytes can back in the worst case."""
         if self._bytes_for(most) <= room:
             return most
         low, high = 0, most  # invariant: low fits, high does not
@@ -247,7 +247,7 @@ class PagePool:
 
         Args:
             count: number of pages.
-            ask: if memory is short, post the shortage to the ledger.
+            ask: whether to post a shortage of memory to the ledger.
         """
         now = self.ranks.now()
         self._peak.note(now, self.allocated + count)
@@ -258,7 +258,7 @@ class PagePool:
         if lacks > 0 and now >= self._refused + _BACKOFF:
             if not self.ranks.alone:
                 self.quota.pressure()  # makes the ranks agree on current numbers
-            # Back more than needed, so that the other requests of this step need no call each.
+            # Back more than needed, so that the step's other requests need no calls of their own.
             if not self._back(lacks + self._ahead):
                 self._refused = now
         lacks = count - self.ready
@@ -298,7 +298,11 @@ class PagePool:
         return False
 
     def take(self, count: int) -> list[int] | None:
-        """Hands out `count` pages, fullest physical pages first; None if too few are ready."""
+        """Hands out `count` pages, from the fullest physical pages first.
+
+        Returns:
+            The pages, or None if memory is short.
+        """
         if not self.prepare(count):
             return None
         while len(self.idle) < count:
@@ -337,7 +341,7 @@ class PagePool:
         return self._arrived < self._may_arrive
 
     def _back(self, count: int) -> bool:
-        """Backs up to `count` pages and waits for the driver; false if fewer were backed."""
+        """Backs `count` pages and waits for the driver; returns false if it backed fewer."""
         growth = self.backing.begin(count)
         if growth is None:
             return False
@@ -438,8 +442,9 @@ class PagePool:
         unmapped.
 
         Args:
-            count_cached: returns the number of pages that only prefixes hold.
-            evict: evicts prefixes that hold this many pages, which calls `give`.
+            count_cached: a function that returns the number of pages that only prefixes hold.
+            evict: a function that evicts prefixes holding this many pages, which then reach `give`
+                or `give_later`.
 
         Returns:
             True if a request that did not fit may be retried.

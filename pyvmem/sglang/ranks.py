@@ -46,7 +46,7 @@ class Quota(backing.Quota, Protocol):
 
     @property
     def limit(self) -> int:
-        """Maximum bytes of the rank."""
+        """The most bytes that the rank may use."""
 
     @property
     def used(self) -> int:
@@ -91,7 +91,7 @@ class Ranks(Protocol):
         """Maps each release that has finished on all ranks to its error message, or ``""``.
 
         Args:
-            found: the same for this rank's releases that finished since the last call.
+            found: the error messages of this rank's releases that finished since the last call.
         """
 
     def same(self, what: object, name: str) -> None:
@@ -175,7 +175,7 @@ class RankGroup:
         """Maps each release that has finished on all ranks to its error message, or ``""``.
 
         Args:
-            found: the same for this rank's releases that finished since the last call.
+            found: the error messages of this rank's releases that finished since the last call.
         """
         self._ended.update(found)
         all_ended = self._all(self._ended)
@@ -224,7 +224,7 @@ class AgreedQuota:
         return self._room
 
     def take(self, nbytes: int, handles: int = 0) -> bool:
-        """Reserves `nbytes` more bytes on all ranks, or on none and returns false."""
+        """Reserves `nbytes` more bytes on all ranks, or returns false and reserves none."""
         mine = self._quota.take(nbytes, handles)
         (every,) = self._ranks.least(mine)
         if mine and not every:

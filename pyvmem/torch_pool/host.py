@@ -28,9 +28,9 @@ class HostBlock:
     """A range of host memory that lives as long as this object or any view of it.
 
     Args:
-        size: in bytes, a multiple of the system's page size.
-        device: CUDA device for whose copies to page-lock the range, if possible; None: do not
-            page-lock it.
+        size: size in bytes, a multiple of the system's page size.
+        device: CUDA device that copies from and to the range, which is page-locked for it if
+            possible; None: the range is not page-locked.
 
     Raises:
         OutOfMemory: the range cannot be allocated.
@@ -110,10 +110,10 @@ class HostMemory:
         self._spare: list[HostBlock] = []
 
     def take(self, size: int) -> HostBlock:
-        """Returns a block of at least `size` bytes, spare if possible; return it with `give`.
+        """Returns a block of at least `size` bytes, a spare one if possible; `give` takes it back.
 
-        There are never more blocks than were in use at the same time: a new block replaces a spare
-        block.
+        There are never more blocks than have been in use at the same time, since a new block
+        replaces a spare one.
 
         Raises:
             OutOfMemory: host memory is short; spare blocks may have been freed.
@@ -138,7 +138,7 @@ class HostMemory:
         self._used.discard(block)
 
     def drop(self) -> int:
-        """Frees spare blocks; returns their bytes."""
+        """Frees the spare blocks; returns their total size in bytes."""
         size = sum(block.size for block in self._spare)
         self._spare.clear()
         return size

@@ -132,7 +132,7 @@ class VMemPool:
 
     @contextmanager
     def use(self, tag: str = "default") -> Iterator[None]:
-        """Serves this thread's allocations on the device from the pool in a ``with`` block.
+        """Serves this thread's allocations on the device from the pool, within a ``with`` block.
 
         Allocate before capturing a CUDA graph, not during the capture.
 
@@ -219,7 +219,8 @@ class VMemPool:
         Args:
             tag: the tag to pause; None: all tags; a mapping: several tags, in its order, each with
                 its `keep`.
-            keep: copy the contents to host memory; otherwise they are zeros after `resume`.
+            keep: whether to copy the contents to host memory; otherwise, they are zeros after
+                `resume`.
 
         Returns:
             Bytes that the context has returned to the device. The context keeps its other free

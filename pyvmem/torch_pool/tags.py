@@ -19,11 +19,11 @@ class TorchPoolStats:
     """State of one tag of a `VMemPool`, or of all tags, and counters of the entire pool.
 
     Attributes:
-        blocks: segments that torch holds.
+        blocks: number of segments that torch holds.
         mapped_bytes: total bytes of segments with memory.
         paused_bytes: total bytes of segments without memory.
         saved_bytes: the part of `paused_bytes` whose contents are in host memory.
-        mallocs, frees: segments that torch allocated and freed so far.
+        mallocs, frees: number of segments that torch has allocated and freed so far.
         failures: number of torch's calls that failed.
         last_error: the error of the latest failure; torch itself only reports "out of memory".
         host_bytes: host memory of the entire pool, including memory kept for the next pause.
@@ -68,8 +68,8 @@ class Tag:
         number: the tag's number in C; 0 stands for threads without a tag.
         device: the pool's device.
         host: the pool's host memory.
-        users: number of active `VMemPool.use` blocks.
-        paused: true if the tag was paused and not resumed since.
+        users: one object for each active `VMemPool.use` block.
+        paused: true if the tag has been paused and not resumed since.
         pool: the tag's torch.cuda.MemPool, once created.
         saved: contents of paused segments. C holds pointers into them, so they live until the
             segments are resumed.
@@ -113,7 +113,7 @@ class Tag:
                     raise  # else torch has added a segment since: retry
 
     def view_of(self, at: int, nbytes: int) -> memoryview | None:
-        """Returns the saved contents at a host address; None if not saved by this tag."""
+        """Returns the saved contents at a host address, or None if this tag did not save them."""
         for block in self.saved:
             if 0 <= at - block.address < block.size:
                 return block.view(at - block.address, nbytes)

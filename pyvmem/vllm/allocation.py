@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Places vLLM's KV tensors on the pool's memory, without replacing a vLLM function.
 
-vLLM's worker allocates each KV tensor by one call of `torch.zeros`, of int8, in the context
-returned by its method `_maybe_get_memory_pool_context`. Our worker returns a `KVTensorMode`, a
-torch mode that returns the pool's tensors from these calls. The number of tensors depends on the
+vLLM's worker allocates each KV tensor as int8 with one call of `torch.zeros`, in the context that
+its method `_maybe_get_memory_pool_context` returns. Our worker's method returns a `KVTensorMode`, a
+torch mode in which these calls return the pool's tensors. The number of tensors depends on the
 version:
 
     0.26 to 0.28   a tensor for each layer, or for layers that share it (`KVCacheTensor.shared_by`)
@@ -33,10 +33,10 @@ _PLAIN = frozenset({"FLASH_ATTN", "FLASH_ATTN_MLA", "FLASHINFER"})
 
 
 def backends_refusing_plain(vllm_config: Any, kv_cache_config: Any) -> list[str]:
-    """Lists the attention back ends of the KV tensors whose kernels may reject plain addresses.
+    """Lists the model's attention back ends whose kernels may reject plain addresses.
 
-    Triton's launcher rejects them, since it queries CUDA about each pointer. The kernels of layers
-    with a state use Triton.
+    Triton's launcher rejects plain addresses, since it queries CUDA about each pointer. The kernels
+    of layers with a state use Triton.
     """
     layers = vllm_config.compilation_config.static_forward_context
     names = (name for group in kv_cache_config.kv_cache_groups for name in group.layer_names)
@@ -81,8 +81,8 @@ def place_tensors(kv_cache_config: Any, open_memory: OpenMemory) -> tuple[Any, K
     """Creates the KV tensors of a `KVCacheConfig`; called in each worker.
 
     Returns:
-        The configuration, with layers at new offsets if they have to start on a page, and the mode
-        in which vLLM must allocate.
+        The configuration, with new offsets for layers that have to start on a page, and the mode in
+        which vLLM must allocate the tensors.
 
     Raises:
         NotImplementedError: a block of a layer is not contiguous in this layout.
@@ -114,11 +114,11 @@ def place_tensors(kv_cache_config: Any, open_memory: OpenMemory) -> tuple[Any, K
 def _regions(
     tensors: Sequence[Any], blocks: int, open_memory: OpenMemory
 ) -> tuple[KVMemory, list[Any]]:
-    """Returns memory with a region for each layer, page-aligned, and the tensors moved there.
+    """Returns memory with a page-aligned region for each layer, and the tensors moved there.
 
     Layers of different groups may share a region: a block belongs to a single group at a time.
     """
-    regions: dict[int, int] = {}  # offset in vLLM's layout: bytes of a block
+    regions: dict[int, int] = {}  # maps an offset in vLLM's layout to the bytes per block
     together = True
     for one in tensors:
         together &= one.block_stride * blocks == one.layer_stride

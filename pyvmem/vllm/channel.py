@@ -6,7 +6,7 @@ message, and vLLM's own calls to its workers queue behind the steps in flight. S
 separate connection: a Unix socket that only the engine's user can open, or TCP to a rank on another
 machine (`rank_discovery`). Releases of a busy engine are sent with vLLM's `SchedulerOutput`.
 
-A message is four bytes of length and JSON: ``[operation, argument]`` to the rank,
+A message is JSON, preceded by its length in four bytes: ``[operation, argument]`` to the rank, and
 ``[failure, result]`` back.
 """
 
@@ -42,7 +42,7 @@ __all__ = ["LocalRank", "Rank", "RankLost", "Ranks", "Server", "SocketRank", "ne
 _LENGTH = struct.Struct("!I")
 _SWITCH = 0.0005  # the interpreter's switch interval in a worker, in seconds
 _TIMEOUT = 120.0  # seconds without an answer after which a rank counts as lost
-_GREETING = 10.0  # seconds in which a client must send the secret
+_GREETING = 10.0  # seconds within which a client must send the secret
 _CLOSING = 10.0  # seconds that a rank waits for calls in progress when it shuts down
 
 
@@ -59,7 +59,7 @@ def new_address(settings: Settings) -> str:
     """
     folder = private(settings.folder)
     path = str(folder / f"{secrets.token_hex(12)}.sock")
-    if len(os.fsencode(path + UNHEARD)) > 107:  # sun_path
+    if len(os.fsencode(path + UNHEARD)) > 107:  # limit of sun_path
         raise ValueError(f"VMEM_LEDGER={folder}: the path of a socket must not exceed 107 bytes")
     return path
 
@@ -85,7 +85,7 @@ def _receive(sock: socket.socket, most: int = 1 << 31) -> Any:
 
 
 def _remove_dead(folder: Path) -> None:
-    """Removes socket files on which no process listens: those of killed ranks."""
+    """Removes the socket files of killed ranks, on which no process listens."""
     for path in folder.glob("*.sock"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as one:
             one.settimeout(1)
@@ -95,7 +95,7 @@ def _remove_dead(folder: Path) -> None:
                 path.unlink(missing_ok=True)
             except OSError:  # busy, or already removed
                 continue
-    # a rank killed during start-up left these behind
+    # a rank that was killed during start-up leaves such a file behind
     for path in folder.glob(f"*.sock{UNHEARD}"):
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_mtime < time.time() - _TIMEOUT:
@@ -109,7 +109,7 @@ def _knows(peer: socket.socket, word: str) -> bool:
     try:
         said = _receive(peer, 1024)
         known = isinstance(said, str) and hmac.compare_digest(said.encode(), word.encode())
-    except (OSError, EOFError, ValueError, RecursionError):  # the last two: bad JSON
+    except (OSError, EOFError, ValueError, RecursionError):  # the last two: invalid JSON
         return False
     peer.settimeout(None)
     return known
@@ -125,7 +125,7 @@ def _join(threads: Iterable[threading.Thread]) -> None:
 class Server:
     """Serves a rank's memory to the scheduler, in threads of the worker's process.
 
-    Stops when the memory is garbage-collected, or in `close`.
+    Stops when `close` is called or the memory is garbage-collected.
     """
 
     def __init__(self, address: str, memory: KVMemory) -> None:
@@ -143,10 +143,10 @@ class Server:
         self._start(self._socket, is_this_user)
 
     def listen(self, host: str) -> tuple[str, int, str]:
-        """Starts serving a TCP port of address `host`, for clients that send a secret first.
+        """Starts serving a TCP port at address `host`, for clients that send a secret first.
 
         Returns:
-            Host, port and secret.
+            The host, the port and the secret.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._port = socket.create_server((host, 0), family=family)
@@ -212,8 +212,8 @@ class Rank(Protocol):
     """A rank's memory, as the scheduler sees it.
 
     Attributes:
-        machine: identity of the machine with the ledger of the rank's device; ``""``: the
-            scheduler's machine.
+        machine: identifies the machine with the ledger of the rank's device; ``""`` stands for the
+            scheduler's own machine.
     """
 
     machine: str
@@ -227,7 +227,7 @@ class Rank(Protocol):
         The same thread must call that function.
 
         Raises:
-            RankLost: the rank did not answer; also raised by the function.
+            RankLost: the rank did not answer; the returned function may raise this, too.
         """
 
     def device(self) -> str:
@@ -244,7 +244,10 @@ class Rank(Protocol):
 
 
 class LocalRank:
-    """A rank in this process: called by its scheduler, or by a `Server` for another process."""
+    """A rank in this process.
+
+    It is called by the scheduler, or by a `Server` if the scheduler is in another process.
+    """
 
     machine = ""
 
@@ -271,7 +274,7 @@ class LocalRank:
         return lambda: result
 
     def grow(self, runs: list[Run]) -> tuple[str | None, int | None]:
-        """Calls `KVMemory.grow`; returns the error message or None, and the free bytes after."""
+        """Calls `KVMemory.grow`; returns the error message or None, and the bytes then free."""
         return self._try(lambda: self.memory.grow(runs)), self.memory.free()
 
     def join(self, name: str, unique: bool, terms: dict[str, int]) -> None:
@@ -307,7 +310,7 @@ class LocalRank:
         return self.memory.move(copies, step)
 
     def compact(self, nbytes: int, step: int) -> int:
-        """Calls `KVMemory.compact`; returns 0 if it failed and changed nothing."""
+        """Calls `KVMemory.compact`; returns 0 if it failed, which changes nothing."""
         try:
             return self.memory.compact(nbytes, step)
         except VMemError:
@@ -360,7 +363,7 @@ class SocketRank:
     """A connection to a rank in another process. Thread-safe.
 
     Args:
-        address: path of its socket, or the result of `Server.listen`.
+        address: path of the rank's socket, or the result of `Server.listen`.
         machine: as in `Rank`.
 
     Raises:
@@ -441,8 +444,8 @@ class Ranks:
     milliseconds to answer.
 
     Attributes:
-        mappings: maximum of the ranks' numbers of driver mappings, at the last poll.
-        draining: at the last poll, a sleeping rank waited for `end_drain`.
+        mappings: the largest number of driver mappings on any rank, at the last poll.
+        draining: whether a sleeping rank was waiting for `end_drain` at the last poll.
     """
 
     def __init__(self, ranks: list[Rank]) -> None:
@@ -457,7 +460,7 @@ class Ranks:
         """Runs an operation on every rank; returns the results in the order of the ranks.
 
         Raises:
-            RankLost: a rank did not answer. The answers of the others were read.
+            RankLost: a rank did not answer. The other ranks' answers have been read.
         """
         asked: list[Callable[[], Any]] = []
         found: list[Any] = []
@@ -477,12 +480,12 @@ class Ranks:
         return found
 
     def geometry(self) -> Geometry:
-        """Returns a geometry with, for each class, the largest number of tensors on any rank.
+        """Returns the ranks' geometry, with each class's largest number of tensors on any rank.
 
         Pipeline stages may differ in their number of layers.
 
         Raises:
-            RuntimeError: the ranks differ in something other than that.
+            RuntimeError: the ranks differ in anything else.
         """
         found = [rank.geometry() for rank in self.ranks]
         alike = {
@@ -502,7 +505,7 @@ class Ranks:
         """Maps pages on every rank or on none, and waits; returns an error message, or None.
 
         Raises:
-            RankLost: a rank did not answer. The answers of the others were read.
+            RankLost: a rank did not answer. The other ranks' answers have been read.
         """
         answers = self._all("grow", runs)
         with self._lock:
@@ -517,11 +520,11 @@ class Ranks:
         return str(failures[0])
 
     def release(self, number: int, runs: list[Run], after_step: int) -> None:
-        """Calls `KVMemory.release` on every rank, now instead of with a step."""
+        """Calls `KVMemory.release` on every rank right away, instead of with the next step."""
         self._all("release", [number, runs, after_step])
 
     def move(self, copies: list[tuple[int, int]], step: int) -> bool:
-        """Calls `KVMemory.move` on every rank; false if a rank has not launched step `step`."""
+        """Calls `KVMemory.move` on every rank; returns false if one has not launched the step."""
         return all(self._all("move", [copies, step]))
 
     def poll(self) -> None:
@@ -544,7 +547,10 @@ class Ranks:
         self.draining = False
 
     def finished(self) -> dict[int, str | None]:
-        """Returns releases that all ranks have finished, each once, with its error or None."""
+        """Returns the releases that all ranks have finished, by number, with an error or None.
+
+        Each release is returned only once.
+        """
         done: dict[int, str | None] = {}
         with self._lock:
             for number, answers in list(self._answers.items()):
@@ -560,14 +566,14 @@ class Ranks:
     def free(self) -> int | None:
         """Returns the number of bytes that every rank could map at the last growth or `poll`.
 
-        None on the CPU, where they are unknown.
+        Returns None on the CPU, where the number is unknown.
         """
         if not self._heard:
             self.poll()
         return self._free
 
     def total(self) -> int:
-        """Returns the smallest device's bytes divided by this engine's ranks on it."""
+        """Returns the fewest bytes per rank: a device's bytes divided by its number of ranks."""
         devices = [rank.device() for rank in self.ranks]
         return min(
             rank.total() // devices.count(device)
@@ -580,7 +586,7 @@ class Ranks:
         return found
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Closes the connections to all ranks."""
         for rank in self.ranks:
             rank.close()
 

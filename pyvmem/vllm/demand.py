@@ -61,7 +61,7 @@ class Demand:
         elastic: the engine that backs its blocks.
 
     Attributes:
-        most: blocks that a request takes, at most, in a step in which it computes its next token.
+        most: the most blocks that a request can take in a step that computes its next token.
     """
 
     def __init__(self, scheduler: Any, elastic: ElasticEngine) -> None:
@@ -194,7 +194,7 @@ class Demand:
 
     def _count(self, *args: Any, **kwargs: Any) -> int:
         count: int = self._count_blocks(*args, **kwargs)
-        # vLLM passes such a count to make a request wait for a state that this step computes.
+        # vLLM returns such a count to make a request wait for a state that this step computes.
         if count > self.pool.num_gpu_blocks:
             return count
         if count or self._margin:  # otherwise the request takes no block

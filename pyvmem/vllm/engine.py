@@ -3,10 +3,10 @@
 
 A block is in one of four states:
 
-    used           a request holds it
-    cached         free, with a prefix that a later request may hit    | vLLM's free queue,
-    idle           free, without contents                              | idle blocks first
-    unbacked       without memory
+    used           held by a request
+    cached         free, with a prefix that a later request may hit    | in vLLM's free queue,
+    idle           free, with no contents                              | idle blocks first
+    unbacked       has no memory
 
 vLLM gets idle blocks first; then unbacked blocks are backed; then vLLM evicts cached blocks. The
 keeper, a thread, backs blocks ahead of need, so that a step seldom waits for the driver. It retires
@@ -49,10 +49,10 @@ __all__ = ["ElasticEngine"]
 _TICK = 0.05  # seconds between scans for idle blocks
 _LOOK = 0.01  # seconds between checks for finished unmaps and, if idle, other engines' signals
 _PIECE = 64 << 20  # bytes of slabs compacted at a time, while steps wait
-_REPORT = 0.1  # seconds between ledger reports, and checks of how much a busy engine could free
+_REPORT = 0.1  # seconds between reports to the ledger, and between checks of a busy engine
 _BACKOFF = 0.02  # seconds between attempts to grow while a request waits for memory
 _PATIENCE = 0.25  # seconds between attempts to grow otherwise
-_START_PATIENCE = 30.0  # seconds for other engines to make room for the null block
+_START_PATIENCE = 30.0  # seconds to wait for other engines to make room for the null block
 _RESERVE = 256 << 20
 _RECENT = 5.0  # seconds over which the largest step sets how much is backed ahead
 _MOST_RESERVE = 1024  # blocks
@@ -64,7 +64,7 @@ log = logging.getLogger("vllm.vmem")
 
 
 class ElasticEngine:
-    """The memory of one engine; belongs to its scheduler.
+    """Manages the memory of one engine, for its scheduler.
 
     Methods are called with `lock` held, unless they say otherwise.
 
@@ -76,11 +76,12 @@ class ElasticEngine:
 
     Attributes:
         lock: held by the scheduler while it runs, and by the keeper.
-        count_waiting: returns the blocks that queued requests may take in a step.
-        count_queued: returns the blocks that all queued requests need.
-        publish_events: publishes evictions since the last step as vLLM KV events.
-        may_gather: a request ran since `gather` last freed blocks.
-        asleep: `vmem` had ordered the engine to sleep at the last check: it admits no request.
+        count_waiting: a function that returns how many blocks queued requests may take in a step.
+        count_queued: a function that returns how many blocks all queued requests need.
+        publish_events: a function that publishes the evictions since the last step as KV events.
+        may_gather: whether a request has run since `gather` last freed blocks.
+        asleep: whether `vmem` had ordered the engine to sleep at the last check; a sleeping engine
+            admits no request.
 
     Raises:
         ValueError: the limit is too small for one request, or exceeds the device's memory.
@@ -228,7 +229,7 @@ class ElasticEngine:
         pool.evict_blocks = evict_blocks
 
     def _find_idle(self) -> None:
-        """Adds free blocks without a prefix to the idle blocks, after a reset of prefixes."""
+        """Adds free blocks without a prefix to the idle blocks, after prefixes were dropped."""
         self.idle.add(
             block.block_id
             for block in self._free()
@@ -236,7 +237,7 @@ class ElasticEngine:
         )
 
     def _free(self) -> Iterator[Any]:
-        """Yields the blocks of vLLM's free queue, from its head: the next to be taken."""
+        """Yields the blocks of vLLM's free queue in the order in which vLLM takes them."""
         queue = self.pool.free_block_queue
         block = queue.fake_free_list_head.next_free_block
         while block is not queue.fake_free_list_tail:
@@ -263,7 +264,7 @@ class ElasticEngine:
     # ---- steps -----------------------------------------------------------------------------------
 
     def begin_step(self) -> tuple[int, list[Release]]:
-        """Numbers the step that was just scheduled; returns it and the releases to send."""
+        """Numbers the step that was just scheduled; returns its number and the releases to send."""
         self._step += 1
         now = time.monotonic()
         self._busy_until = now + self.settings.idle
@@ -298,7 +299,7 @@ class ElasticEngine:
         return self.holds.take_dropped()
 
     def end_transfers(self, output: Any) -> None:
-        """Records the KV transfers that ranks have finished, from a step's output."""
+        """Records the KV transfers that the ranks have finished, according to a step's output."""
         done = getattr(getattr(output, "kv_connector_worker_meta", None), "completed_jobs", None)
         if done:
             self._let_idle(self.holds.report(done))
@@ -409,7 +410,7 @@ class ElasticEngine:
         return growth.failure is None
 
     def _count_next(self, count: int) -> int:
-        """Returns the blocks to back for a waiting step, with extra ones for the steps after."""
+        """Returns how many blocks to back while a step waits, including some for later steps."""
         if not self._ahead or self._pressed:
             return 0
         return min(max(count + self._batch, self.count_waiting()), self._most_ahead)
@@ -527,13 +528,13 @@ class ElasticEngine:
         return max(_LOOK, self._next - now) if stepping else _LOOK
 
     def tick(self, force: bool = False, called: bool = False) -> None:
-        """Runs a round of the keeper: frees idle memory, backs blocks ahead of need.
+        """Runs a round of the keeper: frees idle memory, and backs blocks ahead of need.
 
         Called without `lock`.
 
         Args:
-            force: free memory no matter how recently it was needed.
-            called: another engine's signal arrived.
+            force: whether to free memory no matter how recently it was needed.
+            called: whether another engine's signal has arrived.
         """
         due = called or time.monotonic() > self._reported + _REPORT
         if force or self.backing.unconfirmed or due:
@@ -595,7 +596,7 @@ class ElasticEngine:
         return self.backed_blocks() - len(self.idle)
 
     def _give_back(self, long_idle: bool) -> None:
-        # Evicted blocks stay backed as long as freed blocks: the next request takes them.
+        # Evicted blocks stay backed as long as freed ones, since the next request takes them.
         most = self.settings.prefix
         if most is None and long_idle and self.holds.on:
             most = 0  # prefixes stored in host memory can be loaded again
@@ -672,7 +673,7 @@ class ElasticEngine:
         return len(found)
 
     def _retire(self, blocks: list[int]) -> int:
-        """Removes idle blocks from vLLM's free queue; returns the bytes of pages this frees."""
+        """Removes idle blocks from vLLM's free queue; returns the bytes of the pages freed."""
         self.idle.remove(blocks)
         self.holds.overwrite(blocks)
         for one in blocks:

@@ -2,10 +2,10 @@
 """Moves prefixes between blocks, so that whole pages become free; part of the scheduler.
 
 Pages with few prefixes and no block of a request are *victims*. Their contents move to idle blocks
-of fuller pages: the ranks copy them before a step, or right away if no step is due. The prefix then
-has another block, at the same position in the eviction order; requests can hit it as before.
+of fuller pages: the ranks copy them before a step, or right away if no step is due. Each prefix
+then has a new block, at the same position in the eviction order, and requests can still hit it.
 
-    choose          selects victims whose contents fit elsewhere, those with the least to copy first
+    choose          selects victims whose contents fit elsewhere, starting with the least to copy
     pick            returns the next copies, for the ranks to make
     done, undo      records them in vLLM's pool, or reverts `pick`
 
@@ -22,7 +22,7 @@ from pyvmem.vllm.offload_holds import Holds
 
 __all__ = ["MOST", "Mover"]
 
-MOST = 64  # copies at a time: 150 MB with 36 layers of 64 KB
+MOST = 64  # blocks copied at a time: 150 MB if a block has 64 KB in each of 36 layers
 
 
 class Mover:
@@ -36,7 +36,7 @@ class Mover:
 
     Attributes:
         victims: groups to be emptied, in this order.
-        moved: blocks moved so far.
+        moved: number of blocks moved so far.
     """
 
     def __init__(self, pool: Any, backing: Backing, idle: IdleBlocks, holds: Holds) -> None:
@@ -101,7 +101,7 @@ class Mover:
             if self._may_move(contents):
                 sources = contents[: MOST - len(found)]
                 places = self.idle.take(len(sources), self._spare)
-                if len(places) < len(sources):  # allocated since
+                if len(places) < len(sources):  # vLLM has taken some since `choose`
                     self.idle.add(places)
                     self.victims.clear()
                     break
@@ -113,12 +113,12 @@ class Mover:
         return found
 
     def done(self, copies: list[tuple[int, int]]) -> None:
-        """Records that the ranks make these copies before any other access to the blocks."""
+        """Records copies that the ranks make before any other access to the blocks."""
         queue, blocks = self.pool.free_block_queue, self.pool.blocks
         for source, place in copies:
             src, dst = blocks[source], blocks[place]
             queue.remove(dst)
-            # It takes over the source's position in the eviction order.
+            # The destination takes over the source's position in the eviction order.
             dst.prev_free_block, dst.next_free_block = src.prev_free_block, src.next_free_block
             dst.prev_free_block.next_free_block = dst
             dst.next_free_block.prev_free_block = dst

@@ -60,7 +60,7 @@ _OTHERWISE = (
     "with VMEM_VISIBLE=1 or VMEM_BACKEND=cuda, and vmem_copies_in_step=true in its extra "
     "configuration; so does OffloadingConnector"
 )
-BLOCK_BYTES = "vmem_block_bytes"  # in a spec's extra configuration: bytes of a block on a rank
+BLOCK_BYTES = "vmem_block_bytes"  # key in a spec's extra configuration: bytes per block and rank
 _IN_STEP = "vmem_copies_in_step"  # set by the user to assert that a connector copies within steps
 
 
@@ -107,7 +107,7 @@ def _others(name: str, transfer: Any) -> Iterator[str]:
 
 
 def _tiers(tiers: Any) -> Iterator[str]:
-    """Yields errors in the tiers below host memory that vLLM reports late or never."""
+    """Yields errors in the configuration of lower tiers that vLLM would report late or never."""
     if not isinstance(tiers, list) or not all(isinstance(one, dict) for one in tiers):
         yield f"secondary_tiers={tiers!r} (expected a list of configurations)"
         return
@@ -146,7 +146,7 @@ def _sizes(asked: Any) -> Iterator[str]:
 
 
 def host_bytes(config: Any) -> int:
-    """Returns how much host memory, in bytes, all ranks use for KV offloading; 0 without it."""
+    """Returns how many bytes of host memory all ranks use for offloading; 0 without offloading."""
     transfer = config.kv_transfer_config
     if getattr(transfer, "kv_connector", None) != "OffloadingConnector":
         return 0
@@ -161,7 +161,7 @@ def select(config: Any) -> None:
     extra = transfer.kv_connector_extra_config
     name, module = _SPECS[extra.get("spec_name")]
     extra.update(spec_name=name, spec_module_path=module)
-    # An idle engine drops prefixes on the card, so generated tokens must be loadable, too.
+    # An idle engine drops the prefixes on the GPU, so generated tokens must be loadable, too.
     extra.setdefault("offload_prompt_only", False)
 
 
@@ -175,9 +175,9 @@ def _transferrer() -> Any:
 
 
 def clear() -> None:
-    """Shuts down a connector that an engine that failed to start left in this process.
+    """Shuts down the connector that a failed start of an engine has left in this process.
 
-    vLLM would reuse it for the next engine, whose KV tensors have other addresses.
+    vLLM would reuse the connector for the next engine, whose KV tensors have other addresses.
     """
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
@@ -185,10 +185,10 @@ def clear() -> None:
 
 
 def count_by(config: Any, kv_cache_config: Any) -> None:
-    """Gives this rank's spec the bytes of a block that the scheduler's spec computes.
+    """Gives this rank's spec the block size that the scheduler's spec computes.
 
-    vLLM divides the size of the KV cache by its blocks. The pool's KV cache is larger, since each
-    layer starts on a page, so the worker would count fewer chunks than the scheduler allocates.
+    vLLM divides the size of the KV cache by its number of blocks. The pool's KV cache is larger,
+    since each layer starts on a page, so the worker would count fewer chunks than the scheduler.
     """
     tensors = kv_cache_config.kv_cache_tensors
     if host_bytes(config) and tensors and hasattr(tensors[0], "layer_stride"):

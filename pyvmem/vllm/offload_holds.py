@@ -46,10 +46,10 @@ class _Store:
 
 @dataclass
 class Transfers:
-    """Totals since the start.
+    """Numbers of blocks transferred or dropped since the engine started.
 
     Attributes:
-        stored, loaded, dropped: number of blocks; each belongs to one KV cache group.
+        stored, loaded, dropped: number of blocks; each block belongs to one KV cache group.
     """
 
     stored: int = 0
@@ -66,10 +66,10 @@ class Holds:
         ranks: number of ranks, each of which reports every transfer.
 
     Attributes:
-        on: the connector is an OffloadingConnector.
+        on: whether the connector is an OffloadingConnector.
         counters: totals since the start.
         dropped: ids of stores that the next step tells the workers to skip.
-        scheduling: vLLM's `schedule` is running; blocks freed during that call are not held.
+        scheduling: whether vLLM's `schedule` is running; blocks that it frees are not held.
     """
 
     def __init__(self, connector: Any, ranks: int) -> None:
@@ -101,7 +101,7 @@ class Holds:
                 self._count_lower_tiers(host)
 
     def _count_lower_tiers(self, host: Any) -> None:
-        """Wraps the methods by which vLLM's lower tiers write to host memory, to count chunks."""
+        """Wraps the methods with which vLLM's lower tiers write to host memory, to count chunks."""
         prepare, complete = host.prepare_write, host.complete_write
 
         def prepare_write(keys: Any, req_context: Any) -> Any:
@@ -148,7 +148,7 @@ class Holds:
 
     @property
     def host_cached(self) -> int:
-        """Returns the number of bytes of prefixes that each rank keeps in host memory."""
+        """Returns how many bytes of prefixes each rank keeps in host memory."""
         return self._chunks * self._manager.chunk_bytes if self.on else 0
 
     def __contains__(self, block: int) -> bool:
@@ -160,11 +160,11 @@ class Holds:
     # ---- blocks ----------------------------------------------------------------------------------
 
     def hand_out(self, blocks: Iterable[int]) -> None:
-        """Records that vLLM takes blocks; their contents are vLLM's from now on."""
+        """Records that vLLM takes blocks, and may write to them from now on."""
         self._intact.update(blocks)
 
     def overwrite(self, blocks: Iterable[int]) -> None:
-        """Records that the contents of blocks are lost: unmapped, or overwritten by a move."""
+        """Records that blocks lost their contents: they were unmapped or overwritten by a move."""
         self._intact.difference_update(blocks)
 
     def free(self, blocks: Iterable[int]) -> None:
@@ -203,7 +203,7 @@ class Holds:
         """Records transfers that ranks have finished.
 
         Args:
-            completed: number of ranks that report it, by transfer id.
+            completed: the number of ranks that report a transfer, by the transfer's id.
 
         Returns:
             Blocks that are no longer held.

@@ -39,9 +39,9 @@ class Shared:
 
     Attributes:
         memory: the whole mapping.
-        row: bytes from the start of a chunk to the next.
+        row: bytes from the start of one chunk to the start of the next.
         first: offset of this rank's part of the first chunk, in bytes.
-        close: unmaps it.
+        close: a function that unmaps the memory.
     """
 
     memory: mmap.mmap
@@ -51,7 +51,10 @@ class Shared:
 
 
 class OffloadingSpecMixin:
-    """A mixin for vLLM's offloading specs whose worker copies from and to plain addresses."""
+    """A mixin for vLLM's offloading specs, which adds our metrics and our worker.
+
+    The worker copies to and from plain addresses.
+    """
 
     _worker: Any
 
@@ -86,22 +89,22 @@ class OffloadingSpecMixin:
             )
 
     def get_manager(self) -> Any:
-        """Creates vLLM's manager, in the scheduler; sets `chunk_bytes`: a rank's part of a chunk.
+        """Creates vLLM's manager, and sets its `chunk_bytes` to a rank's part of a chunk.
 
-        Overrides `OffloadingSpec.get_manager`.
+        Runs in the scheduler's process. Overrides `OffloadingSpec.get_manager`.
         """
         manager = super().get_manager()  # type: ignore[misc]
         manager.chunk_bytes = self.cpu_page_size_per_worker  # type: ignore[attr-defined]
         return manager
 
     def shared(self) -> Shared | None:
-        """Returns the host memory that all ranks share; None if each rank has its own."""
+        """Returns the host memory that all ranks share, or None if each rank has its own."""
         return None
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
-        """Returns this rank's `Transferrer`, which the first call creates, in the worker.
+        """Returns this rank's `Transferrer`, which the first call creates.
 
-        Overrides `OffloadingSpec.get_worker`.
+        Runs in the worker's process. Overrides `OffloadingSpec.get_worker`.
         """
         if self._worker is None:
             spec: Any = self
@@ -116,7 +119,7 @@ class OffloadingSpecMixin:
 
 
 class VMemOffloadingSpec(OffloadingSpecMixin, CPUOffloadingSpec):  # type: ignore[misc]
-    """vLLM's `CPUOffloadingSpec`, whose worker copies from and to plain addresses."""
+    """vLLM's `CPUOffloadingSpec`, with a worker that copies to and from plain addresses."""
 
     def _uses_shared_region(self) -> bool:
         """Returns false: a file in /dev/shm would outlive a killed engine.
@@ -148,9 +151,9 @@ class _Transfer(NamedTuple):
     """The blocks and chunks of a transfer.
 
     Attributes:
-        groups: for each group three arrays, or None if it has no blocks: blocks, their chunks, and
-            their indices in these chunks.
-        nbytes: bytes to copy.
+        groups: for each group, three arrays: its blocks, their chunks, and their indices in these
+            chunks. None for a group without blocks.
+        nbytes: number of bytes to copy.
     """
 
     groups: Sequence[tuple[Any, Any, Any] | None]
@@ -158,11 +161,11 @@ class _Transfer(NamedTuple):
 
 
 class _Direction:
-    """The transfers of one direction, in order.
+    """Runs the transfers in one direction, in order.
 
-    The transfers of a step are collected and started as a single copy: starting a copy takes the
-    host most of a millisecond, whatever its size, and a step of 16 requests may store a block for
-    each.
+    The transfers of a step are collected and started as a single copy, since starting a copy takes
+    the host most of a millisecond, whatever its size, and a step of 16 requests may store a block
+    for each of them.
 
     Args:
         pieces: computes the pieces to copy for a list of transfers.
@@ -247,7 +250,7 @@ class Transferrer(OffloadingWorker):  # type: ignore[misc]
         kv_caches: vLLM's `CanonicalKVCaches`.
         blocks_per_chunk: blocks of each tensor in a chunk.
         chunks: number of chunks in host memory.
-        chunk_bytes: bytes of this rank's part of a chunk, as the spec computed them.
+        chunk_bytes: size of this rank's part of a chunk in bytes, as computed by the spec.
         shared: host memory to use; None to allocate it.
 
     Raises:
@@ -301,7 +304,7 @@ class Transferrer(OffloadingWorker):  # type: ignore[misc]
         """Enables transfers, given the copies to and from host memory.
 
         Returns:
-            Both directions; no page may be unmapped before their events.
+            The two directions; a page may be unmapped only after the events of both.
         """
         self._out.copies, self._in.copies = out, into
         return self._out, self._in

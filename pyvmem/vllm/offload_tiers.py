@@ -21,7 +21,7 @@ __all__ = ["VMemTieringSpec"]
 
 
 class VMemTieringSpec(OffloadingSpecMixin, TieringOffloadingSpec):  # type: ignore[misc]
-    """vLLM's `TieringOffloadingSpec`, whose worker copies from and to plain addresses."""
+    """vLLM's `TieringOffloadingSpec`, with a worker that copies to and from plain addresses."""
 
     _scheduler_mmap: Any
 
@@ -34,9 +34,9 @@ class VMemTieringSpec(OffloadingSpecMixin, TieringOffloadingSpec):  # type: igno
         super().__init__(config)
 
     def get_manager(self) -> Any:
-        """Creates the manager, in the scheduler, and unlinks the file of host memory.
+        """Creates the manager, and unlinks the file that holds the host memory.
 
-        Overrides `TieringOffloadingSpec.get_manager`.
+        Runs in the scheduler's process. Overrides `TieringOffloadingSpec.get_manager`.
 
         Raises:
             RuntimeError: the workers have not opened the file yet.
@@ -52,7 +52,7 @@ class VMemTieringSpec(OffloadingSpecMixin, TieringOffloadingSpec):  # type: igno
         return manager
 
     def shared(self) -> Shared:
-        """Maps host memory in a worker, and returns this rank's part of it."""
+        """Maps the host memory into a worker's process, and returns this rank's part of it."""
         rank = 0 if self.replicated_layout else self.config.parallel.rank
         region = SharedOffloadRegion(
             engine_id=self._engine_id,

@@ -43,10 +43,10 @@ class CannotWork(ValueError):
 
 
 def register() -> None:
-    """Wraps the functions by which vLLM creates a configuration and starts an executor.
+    """Wraps the functions with which vLLM creates a configuration and starts an executor.
 
     Does nothing without ``VMEM_VLLM=1``. vLLM calls this in each of its processes. The wrappers
-    read the variable again with each configuration.
+    read the variable again for each configuration.
 
     Raises:
         UnknownVersion: this version of vLLM does not have a symbol that the pool uses.
@@ -62,14 +62,14 @@ def register() -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.executor.abstract import Executor
 
-    with contextlib.suppress(ValueError):  # registered before
+    with contextlib.suppress(ValueError):  # already registered
         SleepModeBackendFactory.register_backend("vmem", "pyvmem.vllm.sleep", "VMemSleepBackend")
     _replace(EngineArgs, "create_engine_config", _configure_created)
     _replace(Executor, "__init__", _configure_at_start)
 
 
 def _replace(owner: type, name: str, instead: Callable[..., Any]) -> None:
-    """Replaces a method by `instead`, whose first argument is the original method. Idempotent."""
+    """Replaces a method with `instead`, whose first argument is the original method. Idempotent."""
     original = getattr(owner, name)
     if getattr(original, "_vmem", False):
         return
@@ -106,7 +106,7 @@ def configure(config: Any) -> None:
     """Sets our worker, scheduler, offloading spec and sleep back end in a `VllmConfig`. Idempotent.
 
     Raises:
-        CannotWork: the configuration rules out the pool; the message names all such options.
+        CannotWork: the configuration rules out the pool; the message lists the options that do.
     """
     against = list(reasons_against(config))
     if against:
@@ -126,10 +126,10 @@ def configure(config: Any) -> None:
 
 
 def _instance_of(config: Any) -> str:
-    """Returns a unique instance id: vLLM's five-digit ids may collide between engines.
+    """Returns a unique instance id, since vLLM's five-digit ids may collide between engines.
 
-    Each API server creates the configuration again. It gets the id from the process that started
-    it, through an environment variable.
+    Each API server creates the configuration again, and gets the id from its parent process through
+    an environment variable.
     """
     rank = getattr(config.parallel_config, "_api_process_rank", 0)
     count = getattr(config.parallel_config, "_api_process_count", 1)

@@ -2,10 +2,11 @@
 """Connects the scheduler to the memory of its ranks when an engine starts.
 
 While no step is in flight, the scheduler calls vLLM's `collective_rpc` to get each rank's socket
-path and the identity of its ledger directory. If that is the scheduler's own directory, it uses the
-Unix socket and the ledger there. Any other rank (on another machine, or in a container with its own
-directory) listens on a TCP port at the address that vLLM uses between machines, keeps its device's
-account in its own process, and returns the port's secret through another `collective_rpc`.
+path and the identity of its ledger directory. If a rank has the same directory as the scheduler,
+the scheduler uses the Unix socket and the ledger there. Any other rank (on another machine, or in a
+container with its own directory) listens on a TCP port at the address that vLLM uses between
+machines, keeps its device's account in its own process, and returns the port's secret through
+another `collective_rpc`.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from pyvmem.vllm.channel import LocalRank, Rank, SocketRank
 __all__ = ["ALONE", "EXECUTORS", "LOCAL", "RankAddress", "connect", "machine", "ranks_of"]
 
 EXECUTORS: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-"""vLLM's executors in this process, by the `instance_id` of their `VllmConfig`."""
+"""vLLM's executors in this process, keyed by the `instance_id` of their `VllmConfig`."""
 
 ALONE = (
     "each has its own scheduler, and all must make the same decisions; with the pool, a decision "
     "depends on the free memory of the scheduler's device"
 )
-"""Why an engine of several ranks whose executor calls only its own rank is rejected."""
+"""The reason, for error messages, to reject an engine whose executors call only their own rank."""
 
 LOCAL: weakref.WeakValueDictionary[str, KVMemory] = weakref.WeakValueDictionary()
-"""The memory of the ranks in this process, by the path of the rank's socket."""
+"""The memory of the ranks in this process, keyed by the path of each rank's socket."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class RankAddress:
     """The address of a rank.
 
     Attributes:
-        machine: result of `machine` in its process.
-        path: path of its socket.
+        machine: the value that `machine` returns in the rank's process.
+        path: path of the rank's Unix socket.
     """
 
     machine: str
@@ -52,7 +53,7 @@ class RankAddress:
 
 
 def ranks_of(parallel: Any) -> int:
-    """Returns an engine's number of ranks, given vLLM's `ParallelConfig`."""
+    """Returns how many ranks an engine has, according to vLLM's `ParallelConfig`."""
     sizes = ("tensor", "pipeline")
     return math.prod(getattr(parallel, f"{one}_parallel_size", 1) for one in sizes)
 
@@ -63,7 +64,10 @@ def _boot() -> str:
 
 
 def machine(settings: Settings) -> str:
-    """Returns an identifier of machine and ledger folder, equal in processes that share both."""
+    """Returns an identifier of this machine and its ledger folder.
+
+    Processes that share both get the same identifier.
+    """
     folder = private(settings.folder)
     found = folder.stat()
     return f"{_boot()}/{found.st_dev}/{found.st_ino}"

@@ -24,7 +24,7 @@ _NUMBERS = frozenset(("limit", "used", "asleep"))
 
 
 def on_account(account: Account | None, name: str, args: list[Any], named: dict[str, int]) -> Any:
-    """Reads an attribute of a rank's account, or calls a method; runs in the rank's process.
+    """Reads an attribute or calls a method of a rank's account, in the rank's process.
 
     Raises:
         InvalidArgument: the rank has no account, or `name` is not allowed.
@@ -36,7 +36,7 @@ def on_account(account: Account | None, name: str, args: list[Any], named: dict[
 
 
 class RemoteAccount:
-    """A proxy of the `Account` in a rank's process; each member is a call to the rank.
+    """A proxy for the `Account` in a rank's process; using a member calls the rank.
 
     Members raise `RankLost` if the rank does not answer.
     """
@@ -122,7 +122,7 @@ def join_ledgers(
         ranks: all ranks of the engine.
         folder, name, unique, capacity, identity, host_limit: as in `join_device`.
         free: as in `LedgerQuota`.
-        terms: floor, limit, least, virtual and host, in bytes of one rank.
+        terms: floor, limit, least, virtual and host, in bytes per rank.
 
     Raises:
         VMemError: from `join_device`, on this machine.

@@ -27,7 +27,7 @@ __all__ = ["ElasticAsyncScheduler", "ElasticScheduler", "StepOrders"]
 
 @dataclass
 class StepOrders:
-    """The attribute ``vmem`` of a `SchedulerOutput`, sent to the workers.
+    """The pool's orders for one step, which the workers get as `SchedulerOutput.vmem`.
 
     Attributes:
         step: number of the step, from 1.
@@ -43,10 +43,11 @@ class StepOrders:
 
 
 def _exclude_unbacked_blocks(pool: Any, elastic: ElasticEngine) -> None:
-    """Stops vLLM's block pool from counting unbacked blocks, absent from its free queue, as used.
+    """Stops vLLM's block pool from counting unbacked blocks as used.
 
-    Replaces methods of the object, not its class: attribute lookup is slower in an object whose
-    class was changed, and vLLM looks attributes up for every request of every step.
+    The pool counts every block that is not in its free queue. This function replaces methods of the
+    object rather than its class: attribute lookup is slower in an object whose class was changed,
+    and vLLM looks attributes up for every request of every step.
     """
     reset = pool.reset_prefix_cache
 
@@ -62,12 +63,12 @@ def _exclude_unbacked_blocks(pool: Any, elastic: ElasticEngine) -> None:
 
 
 class _Elastic:
-    """A mixin for vLLM's scheduler, the next class in the MRO; takes the engine's lock."""
+    """A mixin that runs vLLM's scheduler, the next class in the MRO, with the engine's lock."""
 
     elastic: ElasticEngine
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Returns vLLM's own scheduler if the model has no KV cache, such as an encoder."""
+        """Creates vLLM's own scheduler if the model, such as an encoder, has no KV cache."""
         kv_cache_config = kwargs["kv_cache_config"] if "kv_cache_config" in kwargs else args[1]
         if kv_cache_config.kv_cache_groups:
             return super().__new__(cls)

@@ -30,7 +30,7 @@ def use_pool(pool: VMemPool) -> None:
 
 
 def loading_weights(settings: Settings, device: int) -> AbstractContextManager[Any]:
-    """Returns a context manager in which torch allocates from the pool for weights.
+    """Returns a context manager in which torch allocates the weights from the pool.
 
     Raises:
         RuntimeError: weight loaders use CUDA's copies, which reject this back end's memory.
@@ -64,9 +64,9 @@ class VMemSleepBackend(SleepModeBackend):  # type: ignore[misc]
         self._state = "SUSPENDED"
 
     def resume(self, tags: list[str] | None = None) -> None:
-        """Maps the weights again if `tags` contains ``weights`` or is None; after level 2, zeros.
+        """Maps the weights again if `tags` contains ``weights`` or is None.
 
-        Overrides `SleepModeBackend.resume`.
+        After level 2, the weights are zeros. Overrides `SleepModeBackend.resume`.
 
         Raises:
             OutOfMemory: the device does not have enough free memory; the weights stay asleep.
@@ -89,7 +89,7 @@ class VMemSleepBackend(SleepModeBackend):  # type: ignore[misc]
 
     @classmethod
     def preserves_communicators(cls) -> bool:
-        """Returns true: the buffers of communicators are in other memory."""
+        """Returns true: the communicators' buffers are in other memory."""
         return True
 
     @classmethod

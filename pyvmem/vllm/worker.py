@@ -29,14 +29,17 @@ from pyvmem.vllm.rank_discovery import LOCAL, RankAddress, machine
 
 __all__ = ["ElasticWorker"]
 
-_MARGIN = 512 << 20  # device bytes kept free for activations beyond their peak so far
-_PATIENCE = 30.0  # timeout in seconds for the scheduler to free a sleeping rank's KV memory
+_MARGIN = 512 << 20  # bytes of GPU memory kept free for activations beyond their peak so far
+_PATIENCE = 30.0  # seconds that a sleeping rank waits for the scheduler to free its KV memory
 
 log = logging.getLogger("vllm.vmem")
 
 
 class ElasticWorker:
-    """A mixin for vLLM's worker, the next class in the MRO; one object in each worker process."""
+    """A mixin for vLLM's workers; the worker class must follow it in the MRO.
+
+    Each worker process has one instance.
+    """
 
     vllm_config: Any
     cache_config: Any
@@ -53,7 +56,7 @@ class ElasticWorker:
     # ---- start -----------------------------------------------------------------------------------
 
     def init_device(self) -> None:
-        """Initializes the device; the memory of the whole KV cache need not be free.
+        """Initializes the device without requiring that the whole KV cache's memory is free.
 
         Overrides `Worker.init_device`.
         """
@@ -75,7 +78,10 @@ class ElasticWorker:
             self.requested_memory = int(total * asked)
 
     def _count_others(self) -> int:
-        """Returns how many bytes other engines hold on this GPU, per the ledger; 0 on a CPU."""
+        """Returns how many bytes other engines hold on this GPU, according to the ledger.
+
+        Returns 0 on a CPU, without a ledger, or if the ledger cannot be read.
+        """
         if self.device.type != "cuda" or self._settings.ledger is None:
             return 0
         import torch
@@ -88,10 +94,11 @@ class ElasticWorker:
         return sum(one.used for name in ledgers if uuid in name for one in ledgers[name])
 
     def determine_available_memory(self) -> Any:
-        """Returns the bytes for the KV cache, as vLLM measures them from free memory.
+        """Returns the number of bytes for the KV cache, which vLLM derives from free memory.
 
-        vLLM compares free memory now and at the start. We correct the difference by the bytes that
-        other engines allocated or freed in between. Overrides `Worker.determine_available_memory`.
+        vLLM compares free memory now with free memory at the start. We correct the difference for
+        the bytes that other engines allocated or freed in between. Overrides
+        `Worker.determine_available_memory`.
         """
         if back := self._others - self._count_others():
             snapshot = self.init_snapshot  # type: ignore[attr-defined]
@@ -116,7 +123,7 @@ class ElasticWorker:
         return loading_weights(self._settings, self.device.index or 0)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """Creates the KV tensors, on elastic memory with the null block mapped.
+        """Creates the KV tensors on elastic memory, and maps the null block.
 
         Overrides `Worker.initialize_from_config`.
 
@@ -196,7 +203,7 @@ class ElasticWorker:
         return result
 
     def vmem_address(self) -> RankAddress | None:
-        """Returns this rank's address; None if it has no KV tensors.
+        """Returns this rank's address, or None if it has no KV tensors.
 
         The scheduler calls this through `Executor.collective_rpc`.
         """
@@ -210,7 +217,7 @@ class ElasticWorker:
         The scheduler calls this through `Executor.collective_rpc`.
 
         Args:
-            scheduler: result of `machine` in the scheduler's process.
+            scheduler: the value that `machine` returns in the scheduler's process.
         """
         if self._server is None or machine(self._settings) == scheduler:
             return None
@@ -219,7 +226,7 @@ class ElasticWorker:
         return self._server.listen(get_ip())
 
     def _headroom(self) -> int:
-        """Returns how many bytes torch may still allocate: up to its peak so far, and a margin."""
+        """Returns how many more bytes torch may need: up to its peak so far, plus a margin."""
         if self.device.type != "cuda":
             return 0
         import torch
@@ -295,7 +302,7 @@ class ElasticWorker:
         self._rest()
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Drops memory with these tags, and waits until the KV cache's memory is freed.
+        """Drops the memory with these tags, and waits until the KV cache's memory is freed.
 
         Overrides `Worker.discard`.
         """
@@ -321,7 +328,7 @@ class ElasticWorker:
 
 @contextmanager
 def _states_lent(runner: Any, lend: Callable[[Sequence[int]], None]) -> Iterator[None]:
-    """Backs the blocks that the V2 runner uses outside a step, in the ``with`` block.
+    """Backs, within the ``with`` block, the blocks that the V2 runner uses outside a step.
 
     Since 0.31, `prepare_dummy_attn` uses them to warm up the kernels of layers with a state.
     """
@@ -344,7 +351,10 @@ def _states_lent(runner: Any, lend: Callable[[Sequence[int]], None]) -> Iterator
 
 
 def _views(kv_caches: Iterable[Any]) -> Iterator[Any]:
-    """Yields the tensors of all layers; before 0.28, a layer with a state has a list of them."""
+    """Yields the tensors of all layers.
+
+    Before vLLM 0.28, a layer with a state has a list of tensors.
+    """
     for one in kv_caches:
         yield from one if isinstance(one, list | tuple) else (one,)
 
