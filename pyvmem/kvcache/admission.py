@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Queries whether requests fit and how much memory is missing; changes no pages."""
+"""Checks whether requests fit and how much memory they lack, without changing any pages."""
 
 from __future__ import annotations
 
@@ -68,16 +68,20 @@ def _matches(
 
 
 def _pages(group: Group, each: list[int], matches: Sequence[PrefixMatch | None]) -> int:
-    """Returns the number of physical pages that requests with these page counts need, not counting
-    the pages of their prefixes."""
+    """Returns how many physical pages requests with these page counts need.
+
+    The pages of their prefixes are not counted.
+    """
     kept = group.prefixes.kept_pages
     pages = sum(each) - sum(kept(group.place, match) for match in matches if match is not None)
     return pages * group.layout.num_tensors
 
 
 def _find_mappings(groups: Sequence[Group], each: list[list[int]]) -> bool:
-    """Returns whether the context can still make the mappings that requests with these page counts
-    per group need."""
+    """Returns whether the context has enough mappings left for new requests.
+
+    `each` holds, for every group, the requests' page counts.
+    """
     need = sum(group.pager.runs.needed(pages) for group, pages in zip(groups, each, strict=True))
     runs = groups[0].pager.runs
     if not need or (len(groups) == 1 and need <= runs.limit - runs.used):
@@ -100,10 +104,10 @@ def _context_has(group: Group, need: int) -> bool:
 
 
 def _reach(groups: Sequence[Group]) -> int:
-    """Returns the number of bytes of the groups' budget that requests could still get."""
+    """Returns how many bytes of the groups' budget requests could still get."""
     share = groups[0].reclaimer.share
     assert share is not None
-    own = groups[0].reclaimer.idle({})  # pages being unmapped, or mapped without an owner
+    own = groups[0].reclaimer.idle({})  # pages being unmapped, and unowned pages
     return share.within_reach() + own * groups[0].layout.page_size
 
 
@@ -164,8 +168,10 @@ def _length(group: Group, seq_len: int) -> int:
 
 
 def free_pages(groups: Sequence[Group]) -> int:
-    """Implements `CacheMemory.num_free_pages`. Not a sum over groups: each would count all of
-    the budget's room."""
+    """Implements `CacheMemory.num_free_pages`.
+
+    A plain sum over the groups would count the budget's room once for every group.
+    """
     for group in groups:
         group.reclaimer.poll()
     free = [group.reclaimer.free for group in groups]

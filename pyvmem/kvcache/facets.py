@@ -97,7 +97,7 @@ class CacheMemory(Facet):
             return forks.forked(self._open(), reqid, operator.index(count), operator.index(length))
 
     def obtainable(self) -> tuple[int, int]:
-        """Returns how many bytes requests could still get, and the maximum that the cache may use.
+        """Returns how many bytes requests could still get, and how many the cache may use at most.
 
         The first number counts free and reclaimable memory, including recorded prefixes that no
         request uses.
@@ -127,8 +127,7 @@ class CacheMemory(Facet):
             self._journal.change([[group.reclaimer, "limit", count]])
 
     def reclaim_free(self, keep: Collection[int] = (), *, wait: bool = False) -> None:
-        """Unmaps the pages of free slots in the background, after the GPU work of each slot's
-        owners.
+        """Unmaps the pages of free slots in the background, after their owners' GPU work.
 
         Args:
             keep: reqids whose pages stay mapped.
@@ -148,8 +147,9 @@ class CacheSlots(Facet):
     """`KVCache.slots`: for programs that choose slots themselves, or keep records of them."""
 
     def claim(self, reqid: int) -> None:
-        """Allocates a particular free slot, unlike `KVCache.alloc_reqid`, which chooses the best
-        fit.
+        """Allocates a particular free slot.
+
+        `KVCache.alloc_reqid`, in contrast, chooses the best fit.
 
         Raises:
             InvalidArgument: the slot does not exist, is in use, or is retired.
@@ -185,7 +185,7 @@ class CacheSlots(Facet):
         return self.owners([reqid])[0]
 
     def owners(self, reqids: Sequence[int]) -> list[int | None]:
-        """Returns `owner` of several slots."""
+        """Returns the `owner` of each of these slots."""
         group = self._groups[0]
         slots, reqids = group.table.slots, list(map(operator.index, reqids))
         if reqids and not 0 <= min(reqids) <= max(reqids) < len(slots):
@@ -194,10 +194,10 @@ class CacheSlots(Facet):
         return [slots[reqid].owner if slots[reqid].active else None for reqid in reqids]
 
     def capacity(self, reqid: int) -> int:
-        """Returns the number of tokens that a slot in use has pages for; a `step` up to it maps
-        nothing.
+        """Returns the number of tokens that a slot in use has pages for.
 
-        With several groups of layers, the minimum over the groups.
+        A `step` up to this number maps nothing. With several groups of layers, this is the minimum
+        over the groups.
 
         Raises:
             InvalidArgument: no such reqid, or it is free.
@@ -224,8 +224,9 @@ class CacheSlots(Facet):
             return admission.is_ready(self._open(), reqid, seq_len)
 
     def readable_rows(self, reqids: Sequence[int]) -> list[int]:
-        """Returns, for each reqid, how many rows are mapped from the first row on; 0 for free
-        slots.
+        """Returns, for each reqid, the number of rows up to the end of its pages.
+
+        The number includes rows that have left the window (`first_rows`); it is 0 for free slots.
 
         Raises InvalidArgument for a reqid that does not exist.
         """
@@ -236,7 +237,7 @@ class CacheSlots(Facet):
     def first_rows(self, reqids: Sequence[int]) -> list[int]:
         """Returns, for each reqid, the first mapped row; earlier rows have left the window.
 
-        With several groups of layers, the maximum over the groups.
+        With several groups of layers, this is the maximum over the groups.
 
         Raises InvalidArgument for a reqid that does not exist.
         """
@@ -282,7 +283,7 @@ class Internals(Facet):
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def wait_before(self, find_blockers: waits.FindBlockers) -> None:
-        """Waits, without the lock, for the blockers of a call; `find_blockers` lists them.
+        """Waits, without the lock, for the blockers of a call, which `find_blockers` lists.
 
         A single call does this itself, but inside `lock` it would hold the lock while waiting. So a
         caller that makes several calls atomic waits first:

@@ -262,7 +262,7 @@ def _check_pages(group: Group, slot: Slot) -> list[str]:
     """
     layout = group.layout
     size = layout.page_size
-    sure, end = slot.mapped, slot.mapped  # mapped below `sure`, not mapped from `end` on
+    sure, end = slot.mapped, slot.mapped  # pages below `sure` are mapped, from `end` on unmapped
     gone, job = slot.head, slot.job
     if isinstance(job, Slide):
         gone = job.lows[job.slots.index(slot)]
@@ -301,7 +301,7 @@ def _check_pages(group: Group, slot: Slot) -> list[str]:
 
 
 def _check_entries(group: Group, slot: Slot, start: int) -> list[str]:
-    """Returns, as text, unexpected 2 MiB entries past `slot.large_end` in the tensor at `start`."""
+    """Describes the unexpected 2 MiB entries past `slot.large_end` in the tensor at `start`."""
     layout, found = group.layout, []
     quiet = layout.block and slot.job is None
     for page in range(slot.large_end, slot.mapped, layout.block) if quiet else ():

@@ -77,8 +77,10 @@ class Journal:
     # ---- log entries of a call -------------------------------------------------------------------
 
     def change(self, edits: list[list[Any]]) -> None:
-        """Applies edits of the records (see `Outcome`), which are undone if the call is
-        interrupted."""
+        """Applies edits of the records (see `Outcome`).
+
+        They are undone if the call is interrupted.
+        """
         made: list[Any] = [False, edits]
         self.entries.append(made)
         _native.change(made)

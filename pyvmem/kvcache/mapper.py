@@ -118,7 +118,7 @@ class Mapper:
             size: size of each piece in bytes.
             addresses: device addresses of the pieces: a list or a numpy array.
             host: buffers that hold the pieces back to back.
-            out: copy to host memory, not from it.
+            out: copy to host memory instead of from it.
         """
         if not len(addresses):
             return
@@ -161,8 +161,8 @@ class Mapper:
 class Scratch:
     """Provides temporary reservations; reuses the last one, since most moves have the same size.
 
-    They are plain if the back end supports that: visible addresses are scarce, and only libvmem
-    accesses the temporary ones.
+    The reservations are plain if the back end supports that, since visible addresses are scarce and
+    only libvmem accesses temporary reservations.
 
     Args:
         mapper: the group's mapper.
@@ -205,10 +205,9 @@ class Scratch:
     def give_mapped(
         self, addresses: Reservation, nbytes: int, edits: Sequence[list[Any]] = ()
     ) -> None:
-        """Unmaps the first `nbytes` and takes back the addresses for reuse; retries a failed unmap
-        later.
+        """Unmaps the first `nbytes` and takes back the addresses for reuse.
 
-        `edits` are applied in either case.
+        If the unmap fails, it is retried later. `edits` are applied in either case.
         """
         ops = OpBatch(1)
         ops.unmap(addresses.addr, nbytes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Moves of requests' pages to another tier on demand, and promotion to 2 MiB entries."""
+"""Moves requests' pages to another tier on demand, and promotes blocks to 2 MiB entries."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Moved(NamedTuple):
 
 
 def tier_of(group: Group, location: str | Location, device: Any) -> Tier:
-    """Returns the tier for a caller's arguments."""
+    """Returns the tier that a caller's arguments name."""
     names = {one.name.lower(): one for one in Location}
     place = names.get(location) if isinstance(location, str) else None
     if isinstance(location, int) and location in names.values():
@@ -182,7 +182,7 @@ def _make_tier_room(groups: Sequence[Group], group: Group, tier: Tier, pages: in
             raise _tier_full(group, tier, pages, group.reclaimer.free * size)
         return
     host = tier.location is Location.HOST
-    # the limit covers all groups together
+    # The limit covers all groups together.
     limit = group.config.host_limit if host else group.config.peer_limit
     if not limit:
         return
