@@ -44,7 +44,10 @@ def can_admit(
 def _matches(
     group: Group, lengths: list[int], matches: Sequence[PrefixMatch | None] | None
 ) -> list[PrefixMatch | None]:
-    """Validates the matches and renews their leases. Returns one per length, or an empty list."""
+    """Validates the matches and renews their leases.
+
+    Returns one match (or None) per length, or an empty list if there are no matches.
+    """
     if matches is None:
         return []
     found = list(matches)
@@ -93,8 +96,8 @@ def _find_mappings(groups: Sequence[Group], each: list[list[int]]) -> bool:
 def _context_has(group: Group, need: int) -> bool:
     """Returns whether the context's pool and its device can supply `need` bytes.
 
-    `need` excludes the groups' own idle pages; the bytes that other caches of the budget can give
-    are subtracted here.
+    `need` must not include what the groups' own idle pages cover. The bytes that other caches of
+    the budget can give are subtracted here.
     """
     share, context = group.reclaimer.share, group.context
     if share is not None:
@@ -125,7 +128,7 @@ def obtainable(groups: Sequence[Group]) -> tuple[int, int]:
 def missing(
     groups: Sequence[Group], reqid: int | None, seq_len: int, match: PrefixMatch | None
 ) -> int:
-    """Implements `CacheMemory.for_request`, in pages."""
+    """Implements `CacheMemory.for_request`; returns a number of pages."""
     pages, length = 0, _length(groups[0], seq_len)
     for group in groups:
         held, have = 0, 0
@@ -160,7 +163,7 @@ def is_ready(groups: Sequence[Group], reqid: int, seq_len: int) -> bool:
 
 
 def _length(group: Group, seq_len: int) -> int:
-    """Validates a number of tokens; raises InvalidArgument if a slot cannot hold it."""
+    """Validates a number of tokens; raises InvalidArgument if a slot cannot hold as many."""
     length, longest = operator.index(seq_len), group.config.max_seq_len
     if not 0 <= length <= longest:
         raise invalid(f"seq_len {length} is not between 0 and {longest}", limit=longest)

@@ -87,7 +87,7 @@ class FairLock(RLock):  # type: ignore[misc]  # final only for type checkers
                 with self._gate:
                     taken.extend(map(self.acquire, (True,)))
             return True
-        # a signal handler raised: the block is not entered, so release the lock
+        # If a signal handler raised, the block is not entered, so release the lock.
         except BaseException:
             if taken:
                 self.release()
@@ -249,8 +249,9 @@ class Budget(Closable):
         """Changes the total, without mapping or unmapping anything.
 
         Raises:
-            InvalidArgument: less than a page, or less than the caches use and floors reserve; more
-                than 2**62; or the budget is on a ledger, where `vmem limit` sets the limit.
+            InvalidArgument: the total is less than a page, less than the caches use and floors
+                reserve, or more than 2**62; or the budget is on a ledger, where `vmem limit` sets
+                the limit.
         """
         with self.lock, self.journal:
             if self._ledger is not None:
@@ -379,14 +380,14 @@ class Budget(Closable):
 
     def _reclaim(self, nbytes: int) -> None:
         if nbytes > 0 and self._shares:
-            # belongs to no cache, so `others` lists all of them
+            # This share belongs to no cache, so its `others` lists all caches.
             everyone = Share(self, self._shares[0].pager, 0)
             everyone.begin_unmaps(nbytes, {})
             if (missing := nbytes - everyone.returning()) > 0:
                 everyone.evict(missing)
 
     def numbers(self) -> dict[str, int]:
-        """Returns the figures that the ledger shows for the budget: fields of `EngineInfo`."""
+        """Returns the figures that the ledger shows for the budget, as fields of `EngineInfo`."""
         with self.lock:
             in_use = sum(share.pager.used_pages * share._column for share in self._shares)
             counters = [share.reclaimer.counters for share in self._shares]
@@ -424,7 +425,7 @@ class Share:
 
     @property
     def ceiling(self) -> int:
-        """Maximum bytes that the cache may use."""
+        """Maximum number of bytes that the cache may use."""
         return self.reclaimer.limit * self.layout.page_size
 
     def room(self) -> int:
@@ -521,7 +522,7 @@ class Share:
     def begin_unmaps(self, nbytes: int, keep: Mapping[Slot, int], *, now: bool = True) -> None:
         """Makes the other caches start unmapping unowned pages, enough to free `nbytes`.
 
-        `keep`: slots, and the pages per tensor that each must keep. `now`: see
+        `keep` maps slots to the pages per tensor that each must keep. For `now`, see
         `Reclaimer.unmap`.
         """
         # Begin with slots whose unmap need not wait for GPU work.
@@ -551,7 +552,7 @@ class Share:
     def evict(self, nbytes: int) -> int:
         """Makes the other caches evict `nbytes` of recorded prefixes that no request uses.
 
-        Returns the number of bytes that this frees, now or when batches in flight are complete.
+        Returns how many bytes this frees, now or once batches in flight are complete.
         """
         back = 0
         for one in self._by_excess():
@@ -644,7 +645,7 @@ class OnLedger(Participant):
             self.ask(0)
 
     def ask(self, nbytes: int) -> None:
-        """Posts the bytes that a request is short of, or 0 once it is no longer short."""
+        """Posts how many bytes a request is short of, or 0 once it is no longer short."""
         account = self.account
         nbytes = min(nbytes, self._limit - self.granted, account.limit - account.used)
         if nbytes > 0 or self._asked:

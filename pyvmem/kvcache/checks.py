@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Argument validators whose errors name `KVCache` as the operation."""
+"""Checks arguments; the errors name `KVCache` as the operation."""
 
 from __future__ import annotations
 

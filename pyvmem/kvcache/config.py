@@ -35,10 +35,10 @@ PREFILL_TOKENS = 16
 any other step counts as decoding, including speculative decoding."""
 
 MOST_SLOTS, LONGEST = 1 << 16, 1 << 30
-"""Upper bounds of `KVCacheConfig.max_batch` and `KVCacheConfig.max_seq_len`."""
+"""Upper bounds for `KVCacheConfig.max_batch` and `KVCacheConfig.max_seq_len`."""
 
 MOST_BYTES = 1 << 62
-"""Upper bound of a memory limit, in bytes."""
+"""Upper bound for memory limits, in bytes."""
 
 # Sanity limits, far above any model, checked before any arithmetic or address reservation.
 _BOUNDS = {
@@ -307,7 +307,7 @@ _OF_THE_LAYERS = (
 
 
 def policy_of(options: Mapping[str, Any], given: Collection[str] = ()) -> KVCacheConfig:
-    """Returns a configuration that checks and holds only the policy, for layers given later.
+    """Checks a policy and returns a configuration that holds only it, for layers given later.
 
     Args:
         options: fields of `KVCacheConfig`.

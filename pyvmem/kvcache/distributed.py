@@ -87,8 +87,8 @@ _ERRNOS = 4096  # a status is (rank + 1) * _ERRNOS + errno
 class RankFailed(VMemError):
     """A rank failed in a call that other ranks may have completed; no rank's cache may be used.
 
-    `VMemError.errno` is the errno of the failed rank, if it had one; on the failed rank the text
-    includes the failure itself.
+    `VMemError.errno` is the errno of the failed rank, if it had one; on the failed rank, the
+    message includes the failure itself.
 
     Attributes:
         rank: the failed rank's number in the group; the highest if several failed.
@@ -100,7 +100,7 @@ class RankFailed(VMemError):
 class RanksDiffer(VMemError):
     """The ranks made different calls or got different results; no rank's cache may be used.
 
-    Detected from the calls' names and results, the rows that they requested or left behind, and
+    The ranks compare the calls' names and results, the rows that they requested or left behind, and
     token ids.
     """
 
@@ -121,7 +121,7 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException, where: str) -> Failure:
-        """Returns the record of a rank's own failure."""
+        """Creates the record of a rank's own failure."""
         code = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
         text = f" in {where}: {type(error).__name__}: {error}"
         return cls(rank, code % _ERRNOS if isinstance(code, int) else 0, text)
@@ -156,7 +156,7 @@ class Failure:
 
 
 class Ranks:
-    """A process group with a single collective, `maxima`.
+    """A process group that offers a single collective, `maxima`.
 
     Args:
         group: None: the default group, which must be initialised.
@@ -227,7 +227,7 @@ def shard_kv_heads(num_kv_heads: int, world_size: int) -> int:
     head, and each head is on ``world_size / num_kv_heads`` ranks.
 
     Raises:
-        InvalidArgument: neither number divides the other.
+        InvalidArgument: a number is less than 1, or neither number divides the other.
     """
     if num_kv_heads < 1 or world_size < 1:
         raise invalid(f"{num_kv_heads} KV heads over {world_size} ranks: both must be at least 1")
@@ -243,7 +243,7 @@ def shard_kv_heads(num_kv_heads: int, world_size: int) -> int:
 
 
 def rank_config(model: Any, world_size: int, **overrides: Any) -> KVCacheConfig:
-    """Returns `KVCacheConfig.from_hf` for one of `world_size` tensor-parallel ranks.
+    """Returns what `KVCacheConfig.from_hf` does, for one of `world_size` tensor-parallel ranks.
 
     Args:
         model: a transformers configuration.
@@ -262,7 +262,7 @@ def take_pages(context: Context, config: KVCacheConfig, page: int) -> int:
     """Allocates the cache's memory from the device; returns the number of pages.
 
     Raises:
-        InvalidArgument, OutOfMemory: less than one page per tensor.
+        InvalidArgument, OutOfMemory: there is memory for less than one page per tensor.
     """
     layout = Layout(config, page)
     everything = layout.slot_pages * layout.num_tensors * config.max_batch * page
@@ -352,7 +352,7 @@ class _Broken(Exception):
     """Stands in for a failure while a rank is marked as failed in advance."""
 
 
-_OUT_OF_MAPPINGS = 1  # a status, below those of `Failure`
+_OUT_OF_MAPPINGS = 1  # a status below every status of a `Failure`
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -414,8 +414,8 @@ class ParallelKVCache(KVCache):
     ) -> None:
         self._closed = True  # set to False once the groups exist
         self._digest = 0
-        self._ahead = False  # a `step_async` returned 0, and no `step` has followed
-        # To undo the last step: the rows before it, and its stream.
+        self._ahead = False  # True if a `step_async` returned 0 and no `step` has followed
+        # What is needed to undo the last step: the rows before it, and its stream.
         self._before: tuple[Sequence[int], Any] | None = None
         self._swapped: weakref.WeakSet[SwappedRequest] = weakref.WeakSet()
         self._own: Context | None = None
@@ -535,7 +535,8 @@ class ParallelKVCache(KVCache):
         return result
 
     def _note(self, name: str, answer: Any) -> None:
-        """Adds a call to the digest: its result, and the rows that it requested or left behind."""
+        """Adds a call to the digest: its name, its result, and the rows requested or left
+        behind."""
         group = self._manager.groups[0]
         rows = group.pager.columns.needs if name in ("step", "step_async") else group.rows
         self._digest = zlib.crc32(rows, zlib.crc32(f"{name} {answer}".encode(), self._digest))
@@ -581,7 +582,7 @@ class ParallelKVCache(KVCache):
 
     @contextmanager
     def _learning(self, where: str) -> Iterator[None]:
-        """Poisons the rank if an exception ends the block: the other ranks may act differently."""
+        """Poisons the rank if an exception ends the block, as other ranks may act differently."""
         try:
             yield
         except (VMemError, Reentered):

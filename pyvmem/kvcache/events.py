@@ -138,7 +138,7 @@ class PriorWork:
         return self._event
 
     def pending(self) -> list[Callable[[], None]]:
-        """Returns functions that wait for the work; an empty list if it is complete."""
+        """Returns the functions to call to wait for the work; empty if it is complete."""
         event = self.record()
         self.over = event is None or is_over(event)
         return [] if self.over else [self.wait]
@@ -172,15 +172,15 @@ def wait_for(event: Any) -> None:
     if isinstance(event, FdEvent):
         wait_readable(work_of(event, "event").handle)
         return
-    wait = getattr(event, "synchronize", None)  # torch's name for it; cuda.core's is sync
+    wait = getattr(event, "synchronize", None)  # torch calls it synchronize, cuda.core sync
     relaxed(event.sync if wait is None else wait)
 
 
 def order_after(event: Any, stream: Any, device: int | None) -> None:
     """Makes `stream`, but no other stream, wait for the event before its next work.
 
-    Only a stream can be made to wait, and only for CUDA events. If `stream` is an event, for an
-    `FdEvent`, and on the host (`device` None), the CPU waits.
+    Only a stream can be made to wait, and only for CUDA events. If `stream` is an event, if `event`
+    is an `FdEvent`, or on the host (`device` None), the CPU waits instead.
 
     Raises:
         NotGpuWork: `stream` does not stand for GPU work. InvalidArgument: it is being captured.
@@ -203,7 +203,7 @@ def order_ticket(ticket: Any, stream: Any, device: int | None) -> None:
     """Waits until a batch has mapped its pages, and makes `stream` wait for its fills.
 
     Raises the batch's error if it failed. Only a stream can be made to wait: if `stream` is an
-    event, and on the host (`device` None), the CPU waits for the fills.
+    event, or on the host (`device` None), the CPU waits for the fills instead.
     """
     if device is None or not work_of(stream).is_stream:
         ticket.wait()

@@ -40,8 +40,8 @@ class Facet:
 class CacheMemory(Facet):
     """`KVCache.memory`: how much memory calls need, how much is available, and the limit.
 
-    `for_request`, `for_step`, `for_truncate` and `for_fork` return the bytes that the call would
-    have to allocate; `obtainable` returns the bytes that requests could still get.
+    `for_request`, `for_step`, `for_truncate` and `for_fork` return how many bytes the call would
+    have to allocate; `obtainable` returns how many bytes requests could still get.
     """
 
     @property
@@ -59,9 +59,8 @@ class CacheMemory(Facet):
 
         Args:
             reqid: a slot in use; None: a request that has no slot yet.
-            seq_len: tokens.
-            match: with reqid None, a leased match that the request begins with; its pages are not
-                counted.
+            seq_len: number of tokens that the request must hold. match: if `reqid` is None, a
+                leased match that the request begins with; the match's pages are not counted.
 
         Raises:
             InvalidArgument: no such reqid, it is free, or a length out of range.
@@ -109,8 +108,8 @@ class CacheMemory(Facet):
         """Changes how many physical pages the cache may use, without mapping or unmapping anything.
 
         Raises:
-            InvalidArgument: negative, less than the cache holds now, less than its floor, or more
-                than 2**62 bytes.
+            InvalidArgument: the number is negative, less than the cache holds now, less than its
+                floor, or more than 2**62 bytes.
             NotSupported: the layers form several groups, or it is a `ParallelKVCache`, whose ranks
                 have agreed on a limit.
         """
@@ -215,7 +214,7 @@ class CacheSlots(Facet):
 
         Args:
             reqid: a slot in use.
-            seq_len: tokens, as in `step`.
+            seq_len: number of tokens, as in `step`.
 
         Raises:
             InvalidArgument: no such reqid, it is free, or a length out of range.
@@ -266,7 +265,7 @@ class Internals(Facet):
     """`KVCache.internals`: for code built on a cache, such as `pyvmem.engine.RequestCache`.
 
     Attributes:
-        lock: held by every call. Re-entrant: ``with internals.lock, internals.journal:`` makes
+        lock: held by every call. Re-entrant. ``with internals.lock, internals.journal:`` makes
             several calls atomic: no other thread's call comes in between, and after an asynchronous
             exception (Ctrl-C) all of them are completed or all are undone.
         journal: undoes a call that did not complete. A caller that makes several calls atomic
@@ -295,8 +294,8 @@ class Internals(Facet):
     def withdraw_prompt(self) -> None:
         """Removes the last `alloc_prefix` from the prompt counters.
 
-        Call it when a request is freed because it cannot run yet: its prompt will be looked up
-        again.
+        Call it when a request is freed because it cannot run yet, since its prompt will be looked
+        up again.
         """
         with self._lock, self._journal:
             prefix_alloc.withdraw(self._open())
@@ -304,8 +303,8 @@ class Internals(Facet):
     def prefix_changes(self, after: int | None = None) -> list[Change]:
         """Returns the prefixes recorded and evicted since the last call, for `pyvmem.kv_events`.
 
-        The first call reports everything recorded and starts collecting changes: keep calling, or
-        they accumulate.
+        The first call reports everything recorded and starts collecting changes. The caller must
+        then keep calling, since the changes accumulate otherwise.
 
         Args:
             after: `Change.number` of the last change that the caller has processed, -1 for none.

@@ -250,7 +250,7 @@ def fork_all(
 def _fork(parts: Sequence[_Fork], needs: Needs) -> bool:
     """Allocates the slots and runs the batch. Returns False, changing nothing, if memory is short.
 
-    Tries with surplus pages first, then without.
+    Tries with surplus pages first, then without them.
 
     Raises:
         NotRecoverable: a rollback failed; the message says whether the parent lost rows.

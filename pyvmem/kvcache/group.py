@@ -270,7 +270,7 @@ class Group:
         return slot
 
     def fit(self, seq_len: int) -> Slot | None:
-        """Chooses a free slot for a request of `seq_len` tokens (0: unknown), or None."""
+        """Returns a free slot for a request of `seq_len` tokens (0: unknown), or None."""
         length, longest = operator.index(seq_len), self.config.max_seq_len
         if not 0 <= length <= longest:
             raise invalid(
@@ -311,9 +311,9 @@ class Group:
         self.named = False
 
     def release(self, slot: Slot, event: Any) -> None:
-        """Frees a slot; `event`: GPU work that may still touch it, None if complete.
+        """Frees a slot, without unmapping its pages; `reclaim_idle` does that.
 
-        Does not unmap pages; `reclaim_idle` does.
+        `event` is the GPU work that may still touch the slot, or None if that is complete.
         """
         if self.mover.moves:
             self.mover.abandon(slot)
@@ -350,8 +350,8 @@ class Group:
 
         Args:
             slot: the request's slot.
-            keep: pages per tensor.
-            event: GPU work that may still touch the other pages; None if complete.
+            keep: number of pages per tensor to keep. event: GPU work that may still touch the other
+                pages; None if complete.
             written: mark the other pages as dirty.
         """
         edits = [*self.pager.grant_edits(slot, keep), [self.reclaimer, "own_off_device", None]]
@@ -364,7 +364,7 @@ class Group:
     def disown_beyond(self, slot: Slot, length: int, event: Any) -> None:
         """Reduces a request to its first `length` rows and their pages.
 
-        `event`: GPU work that may still touch the other pages. The slot must have no batch in
+        `event` is the GPU work that may still touch the other pages. The slot must have no batch in
         flight.
         """
         pages = -(-self.layout.bytes_for(length) // self.layout.page_size)
@@ -375,7 +375,7 @@ class Group:
 
     @property
     def rows(self) -> array[int]:
-        """Rows that each slot holds, in tokens; 0 for free slots.
+        """The number of rows (in tokens) that each slot holds; 0 for free slots.
 
         Only `step` increases them; only `truncate` and the end of the request decrease them.
         """
@@ -417,7 +417,7 @@ class Group:
         reclaimer, shared = self.reclaimer, self.reclaimer.shared
         off_device, elsewhere = 0, 0
         if any(reclaimer.off_device.values()):
-            if reclaimer.own_off_device is None:  # recounted only if it may have changed
+            if reclaimer.own_off_device is None:  # count again only if the result may have changed
                 reclaimer.own_off_device = self.own_off_device()
             off_device, slots = reclaimer.own_off_device
             elsewhere = sum(map(self._bytes_away, slots)) * self.layout.num_tensors
@@ -565,7 +565,7 @@ class Group:
                 self.pager.release(slot)
             if slot.active:
                 self.release(slot, event)
-        # One batch per slot: the worker runs each after that slot's GPU work.
+        # Submit one batch per slot; the worker runs each of them after that slot's GPU work.
         for slot in self.table:
             if slot.rows_lost:
                 continue
@@ -638,7 +638,7 @@ class Loan(NamedTuple):
 def free_on_abort(taken: Sequence[tuple[Group, Slot, int]]) -> None:
     """Makes the journal free the slots that this call is about to allocate, if it fails.
 
-    Waits for their batches. `taken`: the slots, and their owner numbers before the call.
+    Waits for the slots' batches. `taken` lists the slots and their owner numbers before the call.
     """
 
     def free() -> None:

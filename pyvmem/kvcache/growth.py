@@ -149,7 +149,7 @@ class Pager:
             )
         found = self.columns.scan(lens)
         if isinstance(found, int):
-            try:  # the lengths may be integers of numpy or torch
+            try:  # the lengths may be numpy or torch integers
                 lens = [operator.index(value) for value in lens]
             except TypeError:
                 raise invalid(f"seq_lens must hold whole numbers, not {lens!r:.80}") from None
@@ -159,13 +159,13 @@ class Pager:
         return found
 
     def wants(self, short: list[int]) -> list[tuple[Slot, int]]:
-        """Returns slots of the last `scan`, with the pages per tensor that each needs."""
+        """Returns the given slots of the last `scan`, with the pages per tensor that each needs."""
         slots, pages_for = self.reclaimer.table.slots, self.layout.pages_for
         needs = self.columns.needs
         return [(slots[index], pages_for(needs[index])) for index in short]
 
     def _bad_length(self, index: int, length: int) -> InvalidArgument:
-        """Returns the error for a length that no slot can hold, or for a free slot."""
+        """Returns the error for a length that no slot can hold or that is given for a free slot."""
         longest = self.layout.max_rows
         if 0 <= length <= longest:
             return invalid(
@@ -203,8 +203,8 @@ class Pager:
 
         Args:
             edits: the list to add edits to; see `Outcome`.
-            added: physical pages mapped.
-            reused: physical pages granted that were already mapped.
+            added: number of physical pages mapped.
+            reused: number of physical pages granted that were already mapped.
         """
         reclaimer, counters = self.reclaimer, self.counters
         held = reclaimer.device_pages + added
@@ -417,7 +417,7 @@ class Pager:
 
         Returns False if none were freed.
 
-        `keep`: see `Reclaimer.make_room`; None: unmap nothing.
+        For `keep`, see `Reclaimer.make_room`; if it is None, nothing is unmapped.
         """
         reclaimer = self.reclaimer
         if (reclaimer.table.lockstep or not background) and self.runs.relieve():
@@ -434,8 +434,8 @@ class Pager:
     def _complete(self, job: Growth, stream: Any, on_cpu: bool = False) -> VMemError | None:
         """Waits for a growth, then grants its pages, or undoes it and returns the error.
 
-        `on_cpu`: also wait on the CPU for its fills and for earlier owners' work, because the
-        stream that will use the pages is unknown.
+        With `on_cpu`, this also waits on the CPU for its fills and for earlier owners' work,
+        because the stream that will use the pages is unknown.
         """
         device = None if on_cpu else self.device
         try:
@@ -781,8 +781,8 @@ def within_reach(needs: Needs, keep: Mapping[Slot, int]) -> int | None:
 def _beyond_own(needs: Needs, keep: Mapping[Slot, int], *, later: bool) -> int | None:
     """Returns how many bytes are needed in addition to the groups' idle pages.
 
-    Returns None if the need exceeds a group's limit. `later`: also count as idle the pages that
-    `reclaim_for` would wait for.
+    Returns None if the need exceeds a group's limit. With `later`, the pages that `reclaim_for`
+    would wait for also count as idle.
     """
     new = 0
     for pager, pages in needs:
@@ -833,7 +833,8 @@ def can_reclaim_for(needs: Needs, keep: Mapping[Slot, int]) -> bool:
 def reclaim_for(needs: Needs, keep: Mapping[Slot, int], *, more: bool = False) -> bool:
     """Reclaims unowned pages; returns whether the needed physical pages are free afterwards.
 
-    `more`: reclaim even if enough is free according to the records, because the driver has less.
+    With `more`, this reclaims even if enough is free according to the records, because the driver
+    has less.
 
     Raises:
         VMemError: unowned pages could not be unmapped.
@@ -846,7 +847,7 @@ def reclaim_for(needs: Needs, keep: Mapping[Slot, int], *, more: bool = False) -
         if first.room <= room and not _reclaim(needs, keep, more=more):
             for pager, _ in needs:
                 pager.reclaimer.raise_errors()
-            if first.table.lockstep:  # an error, because the other ranks did get their pages
+            if first.table.lockstep:  # raise, because the other ranks did get their pages
                 raise OutOfMemory(
                     "unowned pages could not be freed", errno=errno.ENOMEM, op="KVCache"
                 )

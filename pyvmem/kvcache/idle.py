@@ -64,7 +64,7 @@ class IdleThread:
         start_new_thread(self._watch, ())
 
     def end(self) -> None:
-        """Tells the thread to stop; does not wait for it."""
+        """Tells the thread to stop, without waiting for it."""
         self._ended.set()
 
     def _watch(self) -> None:
@@ -78,7 +78,10 @@ class IdleThread:
         self.running = False
 
     def _look(self) -> None:
-        """Trims if there was no activity in the last checks. Keeps no reference to the cache."""
+        """Trims the cache if there was no activity in the last checks.
+
+        Keeps no reference to the cache between checks.
+        """
         manager = self._manager()
         if manager is None:
             self.end()

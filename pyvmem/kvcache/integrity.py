@@ -68,10 +68,10 @@ def snapshot(group: Group) -> list[SlotInfo]:
 
 
 def stats(group: Group) -> CacheStats:
-    """Returns the current state and the counters of a group."""
+    """Returns a group's current state and counters."""
     counters, reclaimer, layout = group.counters, group.reclaimer, group.layout
     counters.peak_mapped = max(counters.peak_mapped, reclaimer.device_pages)
-    active_pages, used = group.note_use()  # an interrupted call may have skipped it
+    active_pages, used = group.note_use()  # an interrupted call may have skipped this
     states = [_state(slot) for slot in group.table]
     calls, ns = counters.driver()
     waits = counters.waits.struct
@@ -165,7 +165,7 @@ def verify(groups: Sequence[Group]) -> None:
 
 
 def check(group: Group) -> list[str]:
-    """Describes every mismatch among a group's records and between them and libvmem."""
+    """Describes every mismatch within a group's records and between the records and libvmem."""
     found: list[str] = []
     table, pager, reclaimer, layout = group.table, group.pager, group.reclaimer, group.layout
     held = granted = slid = 0

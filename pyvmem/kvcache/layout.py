@@ -32,7 +32,7 @@ __all__ = ["BLOCK_BYTES", "Layout"]
 BLOCK_BYTES = 2 << 20
 """Bytes mapped by a large entry of the GPU's page tables."""
 
-_MAX_ADDRESSES = 1 << 47  # user address space of an x86-64 process
+_MAX_ADDRESSES = 1 << 47  # size of an x86-64 process's user address space
 
 
 def _round_up(value: int, unit: int) -> int:

@@ -50,7 +50,8 @@ class Mapper:
             edits: changes to the records; see `Outcome`.
             ops: the batch.
             after: GPU work that the batch waits for.
-            ticket: a new ticket, to submit the batch with; None: run it in the calling thread.
+            ticket: a new ticket to submit the batch with; None: run the batch in the calling
+                thread.
             late: as for `Context.submit`.
             waits: as for `Context.batch`.
 
@@ -87,7 +88,7 @@ class Mapper:
         count: int,
         stride: int,
     ) -> None:
-        """Drops part of a handle and applies the edits; on failure nothing has changed."""
+        """Drops part of a handle and applies the edits; if it fails, nothing has changed."""
         outcome = Outcome(edits)
         self.journal.entries.append(outcome)
         pages.drop_range(offset, size, count, stride, outcome)
@@ -105,7 +106,7 @@ class Mapper:
         return self.context.query(addr)
 
     def join(self, addr: int, size: int) -> int:
-        """See `Context.join`; if interrupted, it may have joined some runs."""
+        """See `Context.join`; if interrupted, it may have joined some of the runs."""
         self.journal.made()
         return self.context.join(addr, size)
 
@@ -173,7 +174,7 @@ class Scratch:
         self._mapper = mapper
         self._align = max(align, 2 << 20)
         self._kept: Reservation | None = None
-        self._full: list[Reservation] = []  # reservations whose pages could not be unmapped yet
+        self._full: list[Reservation] = []  # those whose pages could not be unmapped yet
 
     def take(self, nbytes: int) -> Reservation:
         """Returns at least `nbytes` of unmapped addresses, freed after the call unless recorded.

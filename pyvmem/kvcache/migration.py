@@ -42,7 +42,7 @@ from pyvmem.memory.reservation import Reservation
 __all__ = ["Mover", "Promoter"]
 
 REACH = 8 << 30
-"""Bytes that a GPU's TLBs cover with 64 KB entries (benchmarks/kernels, on a full card). In a
+"""Bytes that a GPU's TLBs cover with 64 KB entries (benchmarks/kernels, with a full GPU). In a
 smaller cache, larger entries save no time, while joining costs some."""
 
 _log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class Mover:
     # ---- the first phase -------------------------------------------------------------------------
 
     def begin(self, move: Move, after: Sequence[Any], *, background: bool) -> None:
-        """Allocates the new pages and copies to them, or has the worker do so.
+        """Allocates the new pages and copies to them, in this thread or on the worker.
 
         The caller must have checked that memory is available and that the slot has no other move.
 
@@ -221,8 +221,8 @@ class Mover:
     def abandon(self, slot: Slot) -> None:
         """Cancels a slot's move. Blocks only if another batch is in flight on the slot.
 
-        No page of the slot may be unmapped until the copies are complete; making an empty `Unmap`
-        the slot's job ensures that.
+        No page of the slot may be unmapped until the copies are complete. To ensure that, the
+        slot's job is set to an empty `Unmap`.
         """
         move = self.moves.get(slot)
         if move is None:

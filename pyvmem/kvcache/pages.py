@@ -324,7 +324,7 @@ class SharedPages:
                     else:
                         numbers[low:high] = after
                     if name == "refs":
-                        if 0 in after:  # a page's count drops to 0 only once
+                        if 0 in after:  # a page's count can drop to 0 only once
                             for part in _unheld(block, low, after):
                                 edits.append([self.unheld, part, None])
                     elif block.off_device:
@@ -398,7 +398,7 @@ class SharedPages:
         """Returns unheld pages to the pool and applies `edits`.
 
         Raises:
-            OutOfMemory: no heap memory for the handle's bookkeeping; nothing has changed.
+            OutOfMemory: there is no heap memory for the handle's bookkeeping; nothing has changed.
         """
         block, low, high = part
         journal, pages = self._mapper.journal, high - low

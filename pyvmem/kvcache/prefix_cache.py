@@ -84,7 +84,7 @@ _NO_IDS = TokenIds(())
 
 
 class _Spans:
-    """Pages of consecutive units in every group of layers: the payload of a tree node.
+    """The payload of a tree node: pages of consecutive units in every group of layers.
 
     Attributes:
         each: a span for each group; with a window, it may have only the last pages.
@@ -334,7 +334,10 @@ class PrefixCache:
         return self._restores
 
     def shares(self, slot: Slot, tokens: Any, namespace: Hashable = None) -> bool:
-        """Returns whether `record` would share pages, after the work that writes them."""
+        """Returns whether `record` would share pages.
+
+        It must then wait for the work that writes them.
+        """
         _, each, _, units = self._look(slot, tokens, namespace)
         return any(units * unit > one.shared for _, one, unit in each)
 
@@ -351,7 +354,7 @@ class PrefixCache:
         return found
 
     def record_last(self, slot: Slot, tokens: Any, event: Any, namespace: Hashable = None) -> bool:
-        """Records the rows of a slot that is about to be freed; `event`: its last GPU work.
+        """Records the rows of a slot that is about to be freed; `event` is its last GPU work.
 
         Returns:
             True if the slot's shared pages are the recorded pages, so that a request that begins
@@ -421,7 +424,7 @@ class PrefixCache:
     def _insert(
         self, each: Sequence[tuple[Sharing, Slot, int]], ids: TokenIds, found: Match[_Spans]
     ) -> tuple[Node[_Spans], int]:
-        """Records the rows that a request shares; `found`: the part that the tree already has.
+        """Records the rows that a request shares; `found` is the part that the tree already has.
 
         Returns:
             The node of the last recorded unit, and the number of tokens up to its end.
@@ -548,7 +551,7 @@ class PrefixCache:
         Returns 0 if there is none.
         """
         unit, layout = self.unit_pages[place], self._layouts[place]
-        runs: list[tuple[int, int]] = []  # maximal ranges of present pages
+        runs: list[tuple[int, int]] = []  # the longest ranges of pages that are present
         end = 0
         for spans, _ in parts:
             low, end = end + spans.missing(place), end + spans.pages * unit

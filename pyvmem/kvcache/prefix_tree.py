@@ -145,7 +145,7 @@ def _namespace(tokens: Any, namespace: Hashable) -> Hashable:
 def _encode(tokens: Any) -> bytes:
     if isinstance(tokens, TokenIds):
         return tokens.data
-    if hasattr(tokens, "is_floating_point"):  # a torch tensor; numpy has no bfloat16
+    if hasattr(tokens, "is_floating_point"):  # torch tensor; numpy has no bfloat16
         if tokens.is_floating_point():
             raise invalid(f"token ids must be whole numbers, not a tensor of {tokens.dtype}")
         tokens = tokens.detach().cpu().numpy()
@@ -218,7 +218,7 @@ class Span(Protocol):
         ...
 
     def split(self: S, units: int) -> tuple[S, S]:
-        """Splits into spans of the first `units` units and of the remaining units, both not empty.
+        """Splits off the first `units` units; neither of the two spans returned is empty.
 
         Together they hold the pages of the original, which is not used again. Must not fail, or
         `PrefixTree.evict` would lose spans already evicted.
@@ -371,7 +371,8 @@ def walk(
 def _common(data: bytes, at: int, end: int, run: bytes, width: int) -> int:
     """Counts the units that a run and the ids have in common; the first unit must match.
 
-    Bisects: compares half of the range in one comparison, then continues in one of the halves.
+    This is a bisection: one comparison covers half of the range, and the search goes on in one of
+    the halves.
     """
     low, high = 1, min(len(run), end - at) // width
     while low < high:
@@ -550,7 +551,7 @@ class PrefixTree(Generic[S]):
     # ---- evicting -------------------------------------------------------------------------------
 
     def replace(self, node: Node[S], span: S) -> None:
-        """Replaces a node's span with one of as many pages; the caller then owns the old span."""
+        """Replaces a node's span with one of the same size; the caller then owns the old span."""
         self._change([[node, "span", span]])
 
     def evict(self, pages: int, *, whole: bool = False) -> list[S]:

@@ -38,7 +38,7 @@ __all__ = ["Reclaimer", "wait_for_unmaps"]
 
 _log = logging.getLogger(__name__)
 
-_SLICE_S = 0.0005  # time to wait for one of several unmaps before checking the next
+_SLICE_S = 0.0005  # seconds to wait for one of several unmaps before checking the next
 
 
 class Evictable(Protocol):
@@ -96,11 +96,11 @@ class Share(Protocol):
     def evict(self, nbytes: int) -> int:
         """Makes the other caches evict `nbytes` of recorded prefixes that no request uses.
 
-        Returns the bytes freed.
+        Returns the number of bytes freed.
         """
 
     def beyond(self) -> int:
-        """Returns how much the budget could still grow; may be out of date."""
+        """Returns how many bytes the budget could still grow by; may be out of date."""
 
     def take(self, nbytes: int) -> None:
         """Grows the budget by up to `nbytes`, as much as possible without waiting."""
@@ -173,7 +173,7 @@ class Reclaimer:
         return int(self.watermark * self.limit)
 
     def evict(self, pages: int) -> int:
-        """Evicts prefixes until `pages` pages per tensor are freed; returns the number freed."""
+        """Evicts prefixes until `pages` pages per tensor are freed; returns how many were freed."""
         return self._prefixes.evict(self._place, pages)
 
     def leased(self) -> int:
@@ -188,8 +188,8 @@ class Reclaimer:
 
         Args:
             slot: without a batch in flight.
-            keep: pages per tensor to keep.
-            now: the caller will wait for the unmap, so if the queue is full, run it in this thread.
+            keep: number of pages per tensor to keep. now: True if the caller will wait for the
+                unmap; if the queue is full, it then runs in this thread.
 
         Raises:
             TooManyBatches, OutOfMemory: the batch could not be queued; nothing has changed.
@@ -259,7 +259,7 @@ class Reclaimer:
             self.finish(slot.job)
 
     def _run(self, slot: Slot, low: int, keep: int) -> None:
-        """Unmaps in this thread; a failure is recorded, as for a background batch."""
+        """Unmaps in this thread; records a failure, as for a background batch."""
         try:
             edits = self._unmap_edits(slot, low, keep, DoneTicket())
             self.mapper.commit(edits, self._ops, slot.events)
@@ -303,10 +303,10 @@ class Reclaimer:
         return True
 
     def _add_unmap(self, ops: OpBatch, slot: Slot, low: int, high: int) -> None:
-        """Adds to `ops` the unmap of pages [low, high) of a slot.
+        """Adds the operation that unmaps pages [low, high) of a slot to `ops`.
 
-        A 2 MiB entry that is only partly in the range is split, so no work may be reading any of
-        it.
+        A 2 MiB entry that is only partly in the range is split, so no GPU work may be reading any
+        of its pages.
         """
         layout = self.layout
         size, stride = layout.page_size, layout.tensor_bytes
@@ -620,7 +620,7 @@ class Reclaimer:
 
     @property
     def leaving(self) -> int:
-        """Number of physical pages of evicted prefixes that unmapping slots will free."""
+        """Number of physical pages of evicted prefixes that are freed once slots are unmapped."""
         return self.shared.leaving(self._going()) * self.layout.num_tensors
 
     def _going(self) -> list[Span]:

@@ -78,10 +78,11 @@ class Runs:
         self._joins = Caps.JOIN in self._context.info.caps
         self.joins = self._joins and self.join_at > 0
         self._chunk = max(1, _RUN_BYTES // layout.page_size)
-        self._used = self._seen = 0  # number of mappings, and of pages grown, at the last count
+        self._used = self._seen = 0  # mappings, and pages grown, at the last count
         self._count()
-        # Per slot: map calls per tensor since its pages were last joined, and the end of the joined
-        # pages. An asynchronous exception may leave these wrong; they are only hints.
+        # For each slot, the number of map calls per tensor since its pages were last joined, and
+        # the end of the joined pages. These are only hints: an asynchronous exception may leave
+        # them wrong.
         self._columns = columns = self._table.columns
         self._calls, self._joined = columns.calls, columns.joined
         columns.runs.last, columns.runs.tensors = layout.slot_pages, layout.num_tensors
@@ -138,10 +139,10 @@ class Runs:
     def provide(self, pages: int) -> None:
         """Makes the pool allocate memory before a growth of `pages` physical pages.
 
-        By itself, a pool allocates only when it is out of pages. If it has pages but no empty 2 MiB
-        chunk, it would place the growth in chunks that other requests grow into. So, within the
-        cache's limit, the pool gets memory for the growth and, in addition, for a chunk per request
-        and tensor.
+        On its own, a pool allocates memory only when it is out of pages. If it has pages but no
+        empty 2 MiB chunk, it would place the growth in chunks that other requests grow into. So,
+        within the cache's limit, the pool gets memory for the growth and, in addition, for a chunk
+        per request and tensor.
         """
         table, layout, reclaimer = self._table, self._layout, self._reclaimer
         open_pages = (len(table) - table.free_count) * layout.num_tensors * layout.block

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Sharing of pages: turns a slot's pages into shared pages and maps them in other slots."""
+"""Shares pages: turns a slot's pages into shared pages and maps them in other slots."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Sharing:
     def adopt(self, slot: Slot, pieces: list[Held], events: list[Any], unit_pages: int) -> None:
         """Records that a request's pages, past those it already shares, are now shared.
 
-        Used when the request is about to be freed, so that its own mapping need not become
+        Used when the request is about to be freed, since its own mapping then need not become
         read-only. Other requests that map the pages wait for `events`, the GPU work that writes
         them.
         """
@@ -125,7 +125,7 @@ class Sharing:
     def map_pieces(
         self, ops: OpBatch, slot: Slot, pieces: list[Held], *, replace: bool = False
     ) -> None:
-        """Adds to `ops` the read-only mapping of `pieces`, at the same page numbers of a slot."""
+        """Adds operations to `ops` that map `pieces` read-only at the same pages of a slot."""
         layout = self.layout
         for handle, low, high, _ in pieces:
             ops.map(
@@ -171,7 +171,7 @@ class Sharing:
     def map_span(
         self, ops: OpBatch, slot: Slot, span: Span, page: int = 0, *, replace: bool = False
     ) -> None:
-        """Adds to `ops` the read-only mapping of a span in a slot, from `page` on.
+        """Adds operations to `ops` that map a span read-only in a slot, from `page` on.
 
         `replace` is True if the same pages are already mapped there.
         """
@@ -214,7 +214,7 @@ class Sharing:
         """Makes `reader` wait for the GPU work that wrote the pages."""
         for block, *_ in span.parts:
             if block.events:
-                # Not an edit, since pruning stays valid if the call fails.
+                # This need not be an edit, since pruning stays valid if the call fails.
                 block.events = prune(block.events)
                 for event in block.events:
                     order_after(event, reader, self.device)

@@ -66,7 +66,7 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
             if own.share is not None or own.limit - own.device_pages < own.watermark * own.limit:
                 _keep_watermarks(groups)
     except TooManyMappings as error:
-        if groups[0].table.lockstep:  # raise, since the other ranks did not fail
+        if groups[0].table.lockstep:  # raise, since other ranks may not have failed
             error.args = (f"{error}; {who_has_mappings(groups)}", *error.args[1:])
             raise
         _note_out_of_mappings(groups, error)
@@ -247,7 +247,7 @@ def _grow_or_leave(groups: Sequence[Group], wants: list[_Want]) -> bool:
         return False
     ready = now + before
     fits = fit(_needs(groups, ready))
-    if not fits:  # grow some slots now; the others get reclaimed pages later
+    if not fits:  # grow some slots now; the others get their pages later
         now = _select_fitting(groups, now)
     slow = {slot for group, slot, _ in now if group.pager.is_slow(slot)}
     if _grow(groups, [one for one in now if one[1] not in slow]):

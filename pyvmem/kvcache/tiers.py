@@ -124,7 +124,10 @@ def _begin_move(
     *,
     wait: bool,
 ) -> Moved:
-    """Runs the first phase of `move` in one group; the slot must have no batch in flight."""
+    """Runs the first phase of `move` in one group.
+
+    The slot must have no batch in flight.
+    """
     low, high = _pages_of(group, slot, tokens, wait)
     tensors = group.layout.num_tensors
     shared = max(0, min(high, slot.shared) - max(low, slot.head)) * tensors

@@ -170,7 +170,7 @@ class Truncation:
         )
 
     def copy(self, ops: OpBatch) -> Reservation:
-        """Adds to `ops` a copy of the kept part of shared pages; returns its scratch addresses.
+        """Adds a copy of the kept part of shared pages to `ops`; returns its scratch addresses.
 
         The request's own work must be complete. Waits for the work of other requests that wrote the
         pages it shares.
@@ -193,7 +193,7 @@ class Truncation:
         return addresses
 
     def drop_copy(self) -> None:
-        """Undoes `copy` after the batch has run; may be called again."""
+        """Undoes `copy` after the batch has run; may be called more than once."""
         if self.addresses is not None:
             edits = self.group.reclaimer.free_edits(self.copied - self.shared, {})
             nbytes = self.stride * self.group.layout.num_tensors
@@ -243,7 +243,7 @@ class Truncation:
         return edits
 
     def edits(self, work: PriorWork) -> list[list[Any]]:
-        """Returns the edits other than those of `unmap`; `work`: the last work on the rows."""
+        """Returns the edits other than those of `unmap`; `work` is the last work on the rows."""
         group, slot = self.group, self.slot
         edits = group.enter_edits(slot, self.rows)
         if slot.pins:
@@ -347,7 +347,7 @@ def _copy_all(copies: Sequence[Truncation]) -> bool:
 
 
 def _drop_copies(copies: Sequence[Truncation]) -> None:
-    """Undoes `_copy_all`; may be called again."""
+    """Undoes `_copy_all`; may be called more than once."""
     for one in copies:
         one.drop_copy()
 

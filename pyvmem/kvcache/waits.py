@@ -180,7 +180,7 @@ def before_record(
 ) -> Blockers:
     """Lists the blockers of `KVCache.record`; `work` is the request's last GPU work."""
     waits, slot = before_swap_out(groups, reqid, work), groups[0].slot(reqid)
-    # Compare the tokens only if there is something to wait for.
+    # Look up the tokens only if there is something to wait for.
     return waits if waits and groups[0].prefixes.shares(slot, tokens, namespace) else []
 
 
