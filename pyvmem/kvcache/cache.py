@@ -818,9 +818,9 @@ class KVCache(MustClose):
 
         With `tensors_per_layer` 1, there is a single tensor instead of the two.
 
-        Each is ``[max_batch, max_seq_len, group_size, num_kv_heads, head_dim]``. Only mapped rows
-        may be touched. A live tensor keeps the cache from closing. A `LayeredCache` lists them
-        group by group.
+        Every tensor is ``[max_batch, max_seq_len, group_size, num_kv_heads, head_dim]``. Only
+        mapped rows may be touched. A live tensor keeps the cache from closing. A `LayeredCache`
+        lists the tensors group by group.
         """
         return [tensor for view in self.caches for tensor in view.tensors]
 

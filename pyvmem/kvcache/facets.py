@@ -59,8 +59,9 @@ class CacheMemory(Facet):
 
         Args:
             reqid: a slot in use; None: a request that has no slot yet.
-            seq_len: number of tokens that the request must hold. match: if `reqid` is None, a
-                leased match that the request begins with; the match's pages are not counted.
+            seq_len: number of tokens that the request must hold.
+            match: if `reqid` is None, a leased match that the request begins with; the match's
+                pages are not counted.
 
         Raises:
             InvalidArgument: no such reqid, it is free, or a length out of range.
@@ -226,6 +227,7 @@ class CacheSlots(Facet):
         """Returns, for each reqid, the number of rows up to the end of its pages.
 
         The number includes rows that have left the window (`first_rows`); it is 0 for free slots.
+        With several groups of layers, this is the minimum over the groups.
 
         Raises InvalidArgument for a reqid that does not exist.
         """

@@ -350,8 +350,8 @@ class Group:
 
         Args:
             slot: the request's slot.
-            keep: number of pages per tensor to keep. event: GPU work that may still touch the other
-                pages; None if complete.
+            keep: number of pages per tensor to keep.
+            event: GPU work that may still touch the other pages; None if complete.
             written: mark the other pages as dirty.
         """
         edits = [*self.pager.grant_edits(slot, keep), [self.reclaimer, "own_off_device", None]]

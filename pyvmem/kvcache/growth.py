@@ -230,7 +230,7 @@ class Pager:
     ) -> tuple[Growth, list[Piece]]:
         """Adds map operations for new pages, and fills of reused pages, to `ops`.
 
-        Only those zero-fills are added that need not wait for GPU work.
+        Of the zero-fills, this adds only those that need not wait for GPU work.
 
         Args:
             want: slots without a batch in flight, and how many pages per tensor each needs.
@@ -548,7 +548,7 @@ def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) ->
 
     Returns:
         False if a slot needs more than one map operation, or if memory or mappings are short.
-            Nothing has changed then, and the caller must call `grow`.
+        Nothing has changed then, and the caller must call `grow`.
     """
     first = pagers[0]
     ops, array = first.ops, first.array

@@ -71,8 +71,8 @@ def _load(groups: Sequence[Group], slots: Sequence[Slot], match: PrefixMatch) ->
     """Loads the units that follow a match from host memory, and records them for other requests.
 
     Returns:
-        The number of tokens that the request then holds: only those of the match if memory is
-        short.
+        The number of tokens that the request then holds; if memory is short, only those of the
+        match.
     """
     prefixes, held, length = groups[0].prefixes, match.length, match.length + match.in_host
     both = list(zip(groups, slots, strict=True))

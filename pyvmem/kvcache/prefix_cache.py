@@ -718,13 +718,13 @@ class PrefixCache:
         return bool(holders)
 
     def leased(self, place: int) -> int:
-        """Returns how many pages per tensor no request uses but leases protect from eviction."""
+        """Returns how many pages per tensor are used by no request but protected by leases."""
         if not self.leases:
             return 0
         return self._kept_pages(place, self.leases.kept())
 
     def _kept_pages(self, place: int, nodes: Iterable[Node[_Spans]]) -> int:
-        """Returns how many of a group's pages per tensor these nodes hold and no request uses."""
+        """Counts a group's pages per tensor that these nodes hold and no request uses."""
         shared = self._groups[place].reclaimer.shared
         return shared.kept(node.span.each[place] for node in nodes)
 

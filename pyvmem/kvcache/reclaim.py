@@ -51,7 +51,7 @@ class Evictable(Protocol):
         """
 
     def leased(self, place: int) -> int:
-        """Returns the pages per tensor that no request uses but that cannot be evicted."""
+        """Returns how many pages per tensor are used by no request but cannot be evicted."""
 
 
 class Share(Protocol):
@@ -177,7 +177,7 @@ class Reclaimer:
         return self._prefixes.evict(self._place, pages)
 
     def leased(self) -> int:
-        """Returns the pages per tensor that no request uses but that cannot be evicted."""
+        """Returns how many pages per tensor are used by no request but cannot be evicted."""
         return self._prefixes.leased(self._place)
 
     def unmap(self, slot: Slot, keep: int, now: bool = False) -> None:
@@ -187,9 +187,10 @@ class Reclaimer:
         MiB entries that the owner uses in part, since GPU work may be reading them.
 
         Args:
-            slot: without a batch in flight.
-            keep: number of pages per tensor to keep. now: True if the caller will wait for the
-                unmap; if the queue is full, it then runs in this thread.
+            slot: a slot without a batch in flight.
+            keep: number of pages per tensor to keep.
+            now: True if the caller will wait for the unmap; it then runs in this thread if the
+                queue is full.
 
         Raises:
             TooManyBatches, OutOfMemory: the batch could not be queued; nothing has changed.
@@ -218,7 +219,7 @@ class Reclaimer:
         """Returns the record edits for a batch that unmaps a slot's pages from `low` on.
 
         Args:
-            slot: without a batch in flight.
+            slot: a slot without a batch in flight.
             low: first page to unmap.
             keep: the new value of the slot's `mapped`.
             ticket: the batch's ticket.
@@ -356,14 +357,14 @@ class Reclaimer:
             return
         except VMemError as error:
             self.failed(slot, error)
-            # the unmap was rolled back: the pages are still mapped
+            # The unmap was rolled back: the pages are still mapped.
             if not isinstance(error, NotRecoverable):
                 edits += (
                     [slot, "head", unmap.head],
                     [slot, "kept", False],
                     [slot, "tier_map", slot.tier_map.put(*unmap.tier_map.noted)],
                     [slot, "mapped", unmap.high],
-                    # `dirty` may have increased since the unmap began
+                    # `dirty` may have increased since the unmap began.
                     [slot, "dirty", max(slot.dirty, unmap.dirty)],
                     [slot, "span", span + slot.span],
                 )

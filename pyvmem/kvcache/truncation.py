@@ -87,7 +87,7 @@ def planned(groups: Sequence[Group], reqid: int, length: int) -> list[Truncation
 
 
 def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, work: PriorWork) -> None:
-    """Makes pages unowned that a prefill mapped past the rows for its kernel to read.
+    """Disowns the pages that a prefill mapped past the rows for its kernel to read.
 
     They were never written, so the request can get them again without a fill.
     """
