@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Queries whether requests fit and how much memory is missing; changes no pages."""
+"""Checks whether requests fit and how much memory they lack, without changing any pages."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ def can_admit(
 def _matches(
     group: Group, lengths: list[int], matches: Sequence[PrefixMatch | None] | None
 ) -> list[PrefixMatch | None]:
-    """Validates the matches and renews their leases. Returns one per length, or an empty list."""
+    """Validates the matches and renews their leases.
+
+    Returns one match (or None) per length, or an empty list if there are no matches.
+    """
     if matches is None:
         return []
     found = list(matches)
@@ -68,16 +71,20 @@ def _matches(
 
 
 def _pages(group: Group, each: list[int], matches: Sequence[PrefixMatch | None]) -> int:
-    """Returns the number of physical pages that requests with these page counts need, not counting
-    the pages of their prefixes."""
+    """Returns how many physical pages requests with these page counts need.
+
+    The pages of their prefixes are not counted.
+    """
     kept = group.prefixes.kept_pages
     pages = sum(each) - sum(kept(group.place, match) for match in matches if match is not None)
     return pages * group.layout.num_tensors
 
 
 def _find_mappings(groups: Sequence[Group], each: list[list[int]]) -> bool:
-    """Returns whether the context can still make the mappings that requests with these page counts
-    per group need."""
+    """Returns whether the context has enough mappings left for new requests.
+
+    `each` holds, for every group, the requests' page counts.
+    """
     need = sum(group.pager.runs.needed(pages) for group, pages in zip(groups, each, strict=True))
     runs = groups[0].pager.runs
     if not need or (len(groups) == 1 and need <= runs.limit - runs.used):
@@ -89,8 +96,8 @@ def _find_mappings(groups: Sequence[Group], each: list[list[int]]) -> bool:
 def _context_has(group: Group, need: int) -> bool:
     """Returns whether the context's pool and its device can supply `need` bytes.
 
-    `need` excludes the groups' own idle pages; the bytes that other caches of the budget can give
-    are subtracted here.
+    `need` must not include what the groups' own idle pages cover. The bytes that other caches of
+    the budget can give are subtracted here.
     """
     share, context = group.reclaimer.share, group.context
     if share is not None:
@@ -100,10 +107,10 @@ def _context_has(group: Group, need: int) -> bool:
 
 
 def _reach(groups: Sequence[Group]) -> int:
-    """Returns the number of bytes of the groups' budget that requests could still get."""
+    """Returns how many bytes of the groups' budget requests could still get."""
     share = groups[0].reclaimer.share
     assert share is not None
-    own = groups[0].reclaimer.idle({})  # pages being unmapped, or mapped without an owner
+    own = groups[0].reclaimer.idle({})  # pages being unmapped, and unowned pages
     return share.within_reach() + own * groups[0].layout.page_size
 
 
@@ -121,7 +128,7 @@ def obtainable(groups: Sequence[Group]) -> tuple[int, int]:
 def missing(
     groups: Sequence[Group], reqid: int | None, seq_len: int, match: PrefixMatch | None
 ) -> int:
-    """Implements `CacheMemory.for_request`, in pages."""
+    """Implements `CacheMemory.for_request`; returns a number of pages."""
     pages, length = 0, _length(groups[0], seq_len)
     for group in groups:
         held, have = 0, 0
@@ -156,7 +163,7 @@ def is_ready(groups: Sequence[Group], reqid: int, seq_len: int) -> bool:
 
 
 def _length(group: Group, seq_len: int) -> int:
-    """Validates a number of tokens; raises InvalidArgument if a slot cannot hold it."""
+    """Validates a number of tokens; raises InvalidArgument if a slot cannot hold as many."""
     length, longest = operator.index(seq_len), group.config.max_seq_len
     if not 0 <= length <= longest:
         raise invalid(f"seq_len {length} is not between 0 and {longest}", limit=longest)
@@ -164,8 +171,10 @@ def _length(group: Group, seq_len: int) -> int:
 
 
 def free_pages(groups: Sequence[Group]) -> int:
-    """Implements `CacheMemory.num_free_pages`. Not a sum over groups: each would count all of
-    the budget's room."""
+    """Implements `CacheMemory.num_free_pages`.
+
+    A plain sum over the groups would count the budget's room once for every group.
+    """
     for group in groups:
         group.reclaimer.poll()
     free = [group.reclaimer.free for group in groups]

@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Physical memory that several caches share, each with a floor and a ceiling.
 
-Several engines may share a budget, each in a thread that makes calls back to back. With
-`threading.RLock`, the thread that has just released the lock takes it again before another wakes
-up. With two caches, we measured a call that maps nothing waiting for a thousand calls of the other.
-
-Bytes that a cache uses and that are reserved for it:
+A cache that uses more than its floor (left) and one that uses less (right), in bytes:
 
     0 ......... floor ......... used ......... ceiling          0 .... used .... floor .... ceiling
     | reserved    | others may reclaim     |                    | used | reserved    |
@@ -13,14 +9,19 @@ Bytes that a cache uses and that are reserved for it:
 
 The sum of ``max(used, floor)`` over the caches never exceeds the budget's total.
 
-All caches of a budget use one lock. So a cache that is short of memory can inspect the others and
-reclaim from them without deadlock, and whether a call gets its memory depends only on the order of
-calls. On release the lock passes to the first waiter (`FairLock`).
+All caches of a budget use one lock. A cache that is short of memory can therefore inspect the
+others and reclaim from them without deadlock, and whether a call gets its memory depends only on
+the order of calls.
 
-A call holds the lock while it waits for GPU work, so a cache's calls may take as long as the GPU
-work on the free slots of another cache. That work must therefore finish without another call to any
-cache of the budget; work already launched does. An `FdEvent` that a thread sets only after its next
-call would deadlock.
+Several engines may share a budget, each making calls back to back in its own thread. With a
+`threading.RLock`, the thread that has just released the lock takes it again before another thread
+wakes up. In a measurement with two caches, a call that maps nothing waited for a thousand calls of
+the other cache. `FairLock` is therefore passed to the first waiter.
+
+A call holds the lock while it waits for GPU work, so a call to one cache may take as long as the
+GPU work on another cache's free slots. That work must therefore finish without another call to any
+cache of the budget. Work that is already launched does. An `FdEvent` that a thread sets only after
+its next call would deadlock.
 """
 
 from __future__ import annotations
@@ -62,12 +63,12 @@ __all__ = [
 
 
 class FairLock(RLock):  # type: ignore[misc]  # final only for type checkers
-    """Lock for `with` blocks that prevents barging: the first waiter holds a gate, so it gets the
-    lock next.
+    """A lock for `with` blocks that is passed to the first waiter, so that no thread can barge in.
 
-    The other waiters queue on the gate, in an order that the OS chooses. Both locks are re-entrant,
-    because a finalizer or signal handler can run at any line and may call a cache. Leaving the
-    block runs C code only, which no signal can interrupt.
+    The first waiter holds a gate while it waits for the lock. The other waiters queue on the gate,
+    in an order that the OS chooses. Both locks are re-entrant, because a finalizer or signal
+    handler can run at any line and may call a cache. Leaving the block runs C code only, which no
+    signal can interrupt.
     """
 
     def __init__(self) -> None:
@@ -86,7 +87,7 @@ class FairLock(RLock):  # type: ignore[misc]  # final only for type checkers
                 with self._gate:
                     taken.extend(map(self.acquire, (True,)))
             return True
-        # a signal handler raised: the block is not entered, so release the lock
+        # If a signal handler raised, the block is not entered, so release the lock.
         except BaseException:
             if taken:
                 self.release()
@@ -104,8 +105,8 @@ class ShareInfo:
     """One cache's part of a budget, in bytes.
 
     Attributes:
-        floor_bytes: reserved for it (`KVCacheConfig.memory_floor`).
-        ceiling_bytes: maximum that it may use (`KVCacheConfig.memory_limit`).
+        floor_bytes: memory reserved for the cache (`KVCacheConfig.memory_floor`).
+        ceiling_bytes: most memory that the cache may use (`KVCacheConfig.memory_limit`).
         used_bytes: size of the cache's physical pages.
     """
 
@@ -116,12 +117,12 @@ class ShareInfo:
 
 @dataclass(frozen=True)
 class BudgetStats:
-    """State of a `Budget`, in bytes.
+    """The current state of a `Budget`, in bytes.
 
     Attributes:
         total_bytes: size of the budget.
         used_bytes: size of its caches' physical pages.
-        free_bytes: memory neither used by a cache nor reserved by a floor.
+        free_bytes: memory that is neither used by a cache nor reserved by a floor.
         caches: one entry per cache, in the order of creation.
     """
 
@@ -139,13 +140,14 @@ class Budget(Closable):
     pages are reclaimed from the other caches, first from free slots, then from recorded prefixes,
     down to their floors. Pages that a request owns are never taken.
 
-    With a ledger the total is a ceiling: the budget is one engine among those of other processes,
-    such as vLLM, and may use the memory that the ledger grants it. A call that is short of memory
-    posts the shortage in the ledger and returns -1 or False as usual; a later call gets the memory
-    that other engines returned. When another engine is short, the caches return unowned pages, down
-    to their floors. A thread does this too, under the lock, so that it also happens while no cache
-    is called. `vmem top` shows the budget, `vmem limit` lowers its ceiling. `pyvmem.announce`
-    registers an engine that allocates memory by itself.
+    With a ledger, the total is only a ceiling. The budget then counts as one of the ledger's
+    engines, next to those of other processes (such as vLLM), and may use the memory that the ledger
+    grants it. A call that is short of memory posts the shortage in the ledger and returns -1 or
+    False as usual; a later call gets the memory that other engines returned. When another engine is
+    short, the caches return unowned pages, down to their floors. A background thread does the same,
+    under the lock, so that memory is returned even while no cache is called. `vmem top` shows the
+    budget, and `vmem limit` lowers its ceiling. `pyvmem.announce` registers an engine that
+    allocates memory by itself.
 
     Thread-safe. Calls to its caches run one at a time, even if one waits for GPU work.
 
@@ -155,7 +157,7 @@ class Budget(Closable):
             memory, or all available memory on the host.
         ledger: the ledger of the context's device, owned by the budget from now on; it may be
             closed if this raises. None: memory is not shared with other processes.
-        name: the engine's name in the ledger; "": pyvmem and the process id.
+        name: the engine's name in the ledger; "" stands for "pyvmem-" and the process id.
         floor_bytes: memory that the ledger's other engines must leave for this budget.
 
     Raises:
@@ -213,7 +215,7 @@ class Budget(Closable):
 
     @property
     def on_ledger(self) -> bool:
-        """True if it is an engine in a ledger, which grants it memory."""
+        """True if the budget is an engine in a ledger, which grants it memory."""
         return self._ledger is not None
 
     @property
@@ -223,7 +225,7 @@ class Budget(Closable):
 
     @property
     def least_bytes(self) -> int:
-        """Size of one page per tensor of all caches; with less, a request may never run."""
+        """Size of one page in every tensor of every cache; with less, a request may never run."""
         return max(self.context.info.granule, sum(share._column for share in self._shares))
 
     def close(self) -> None:
@@ -247,8 +249,9 @@ class Budget(Closable):
         """Changes the total, without mapping or unmapping anything.
 
         Raises:
-            InvalidArgument: less than a page, or less than the caches use and floors reserve; more
-                than 2**62; or the budget is on a ledger, where `vmem limit` sets the limit.
+            InvalidArgument: the total is less than a page, less than the caches use and floors
+                reserve, or more than 2**62; or the budget is on a ledger, where `vmem limit` sets
+                the limit.
         """
         with self.lock, self.journal:
             if self._ledger is not None:
@@ -287,7 +290,7 @@ class Budget(Closable):
             )
 
     def check(self) -> list[str]:
-        """Describes every mismatch in the records; `KVCache.check_integrity` raises them."""
+        """Returns a description of each mismatch in the records, for `KVCache.check_integrity`."""
         reserved, granted = self._reserved(), self.granted_bytes
         if reserved <= granted:
             return []
@@ -377,14 +380,14 @@ class Budget(Closable):
 
     def _reclaim(self, nbytes: int) -> None:
         if nbytes > 0 and self._shares:
-            # belongs to no cache, so `others` lists all of them
+            # This share belongs to no cache, so its `others` lists all caches.
             everyone = Share(self, self._shares[0].pager, 0)
             everyone.begin_unmaps(nbytes, {})
             if (missing := nbytes - everyone.returning()) > 0:
                 everyone.evict(missing)
 
     def numbers(self) -> dict[str, int]:
-        """Returns the figures that the ledger shows for the budget: fields of `EngineInfo`."""
+        """Returns the figures that the ledger shows for the budget, as fields of `EngineInfo`."""
         with self.lock:
             in_use = sum(share.pager.used_pages * share._column for share in self._shares)
             counters = [share.reclaimer.counters for share in self._shares]
@@ -402,8 +405,10 @@ class Budget(Closable):
 
 
 class Share:
-    """A cache's part of a budget: how much it may use and from whom it may reclaim. The caller
-    holds the lock."""
+    """A cache's part of a budget: how much it may use and from whom it may reclaim.
+
+    The caller holds the lock.
+    """
 
     def __init__(self, budget: Budget, pager: Pager, floor: int) -> None:
         self.budget = budget
@@ -420,7 +425,7 @@ class Share:
 
     @property
     def ceiling(self) -> int:
-        """Maximum bytes that the cache may use."""
+        """Maximum number of bytes that the cache may use."""
         return self.reclaimer.limit * self.layout.page_size
 
     def room(self) -> int:
@@ -436,8 +441,7 @@ class Share:
         return self.budget.total_bytes
 
     def beyond(self) -> int:
-        """Returns the number of bytes that the ledger could still grant when last read; 0 without a
-        ledger."""
+        """Returns how many bytes the ledger could grant when last read; 0 without a ledger."""
         return 0 if self.budget._ledger is None else self.budget._ledger.hint
 
     def take(self, nbytes: int) -> None:
@@ -448,18 +452,18 @@ class Share:
     def ask(self, nbytes: int) -> None:
         """Posts a shortage in the ledger if the budget cannot free `nbytes`.
 
-        The posted amount includes the memory that the ledger still has: the other engines subtract
-        it.
+        The posted amount includes the memory that the ledger still has free, since the other
+        engines subtract that memory themselves.
         """
         if self.budget._ledger is not None:
             self.budget._ledger.ask(nbytes - self._inside())
 
     def engines(self) -> list[tuple[str, int]]:
-        """See the protocol in reclaim.py."""
+        """Returns every other engine that holds driver mappings, with the number that it holds."""
         return [] if self.budget._ledger is None else self.budget._ledger.others()
 
     def within_reach(self) -> int:
-        """Returns what `room` would be if the other caches and the ledger gave all they can."""
+        """Returns what `room` would return if the other caches and the ledger gave all they can."""
         ledger = self.budget._ledger
         return self._inside() + (0 if ledger is None else ledger.beyond())
 
@@ -492,7 +496,7 @@ class Share:
         return any(stopped)
 
     def unsettled(self, *, promoting: bool = True) -> int:
-        """Returns the bytes above their floors that the other caches would free after a wait."""
+        """Returns how many bytes above their floors the other caches would free after a wait."""
         return sum(
             min(
                 (
@@ -510,7 +514,7 @@ class Share:
         return sum(one.reclaimer.leaving * one.layout.page_size for one in self._rest())
 
     def excluding(self, own: Collection[Reclaimer]) -> Share:
-        """Returns the same share, with `own` not counted among `others`."""
+        """Returns a copy of the share whose `others` leaves out the reclaimers in `own`."""
         found = Share(self.budget, self.pager, self.floor)
         found._own = own
         return found
@@ -518,7 +522,7 @@ class Share:
     def begin_unmaps(self, nbytes: int, keep: Mapping[Slot, int], *, now: bool = True) -> None:
         """Makes the other caches start unmapping unowned pages, enough to free `nbytes`.
 
-        `keep`: slots, and the pages per tensor that each must keep. `now`: see
+        `keep` maps slots to the pages per tensor that each must keep. For `now`, see
         `Reclaimer.unmap`.
         """
         # Begin with slots whose unmap need not wait for GPU work.
@@ -548,7 +552,7 @@ class Share:
     def evict(self, nbytes: int) -> int:
         """Makes the other caches evict `nbytes` of recorded prefixes that no request uses.
 
-        Returns the number of bytes that this frees, now or when batches in flight are complete.
+        Returns how many bytes this frees, now or once batches in flight are complete.
         """
         back = 0
         for one in self._by_excess():
@@ -572,11 +576,11 @@ class Share:
 
     @property
     def _column(self) -> int:
-        """Bytes in one page per tensor, the unit in which slots and prefixes free memory."""
+        """Size of one page in every tensor. Slots and prefixes free memory in multiples of it."""
         return self.layout.page_size * self.layout.num_tensors
 
     def _excess(self) -> int:
-        """Returns the bytes above the floor that are not being unmapped."""
+        """Returns how much the cache uses above its floor, not counting bytes being unmapped."""
         returning = self.reclaimer.returning * self.layout.page_size
         return max(0, self.used - returning - self.floor)
 
@@ -589,15 +593,16 @@ class Share:
 
 
 class OnLedger(Participant):
-    """A budget's membership in a ledger. Sizes in bytes; the caller holds the budget's lock.
+    """A budget's membership in a ledger. Sizes are in bytes; the caller holds the budget's lock.
 
         0 ......... used by caches, or reserved by floors ......... granted ............ limit
         | memory that the budget cannot give back         | headroom | the ledger's room, |
         |                                                 |          | others may take it |
 
-    Memory is taken from the ledger before a cache maps it: by a call that is short, or ahead of
-    need by the thread, so that few calls take the file's lock. The thread returns memory when
-    another engine is short or the limit was lowered, even while no cache is called.
+    Memory is taken from the ledger before a cache maps it, either by a call that is short of memory
+    or, ahead of need, by the thread, so that few calls have to take the file lock. The thread
+    returns memory when another engine is short or the limit was lowered, even while no cache is
+    called.
 
     Args:
         ledger: the ledger of the context's device; closed by `close`.
@@ -640,7 +645,7 @@ class OnLedger(Participant):
             self.ask(0)
 
     def ask(self, nbytes: int) -> None:
-        """Posts the bytes that a request is short of, or 0 once it is no longer short."""
+        """Posts how many bytes a request is short of, or 0 once it is no longer short."""
         account = self.account
         nbytes = min(nbytes, self._limit - self.granted, account.limit - account.used)
         if nbytes > 0 or self._asked:
@@ -648,7 +653,7 @@ class OnLedger(Participant):
             self._asked = nbytes > 0
 
     def others(self) -> list[tuple[str, int]]:
-        """Returns the name and number of driver mappings of every other engine that has any."""
+        """Returns every other engine that holds driver mappings, with the number that it holds."""
         account = self.account
         mine = account.ledger.word(account.slot, "identity")
         return [
@@ -658,18 +663,18 @@ class OnLedger(Participant):
         ]
 
     def settle(self, used: int) -> int:
-        """Reports the mapped bytes; returns how many must be given back."""
+        """Reports the mapped bytes; returns how many bytes the budget must give back."""
         self.account.settle(used)
         self.beyond()
         return self.account.excess(free_bytes(self._context))
 
     def give(self, nbytes: int) -> None:
-        """Returns to the ledger memory that no cache uses and no floor reserves."""
+        """Gives memory that no cache uses and no floor reserves back to the ledger."""
         if nbytes > 0:
             self.account.give(nbytes)
 
     def balance(self, spare: int) -> None:
-        """Keeps the headroom between half and twice its target; `spare`: the current headroom."""
+        """Keeps the headroom between half and twice its target; `spare` is the current headroom."""
         if spare < self.headroom // 2:
             self.take(self.headroom // 2 - spare)
         elif spare > 2 * self.headroom:
@@ -677,8 +682,11 @@ class OnLedger(Participant):
 
 
 def available_bytes(context: Context) -> int:
-    """Returns a cache's default size in bytes: part of a GPU's free memory, or all memory on the
-    host."""
+    """Returns a cache's default size in bytes.
+
+    This is the free memory of the context's pool plus 0.9 of the GPU's free memory or, on the host,
+    all of the free memory.
+    """
     free = context.memory().free_bytes
     if context.cuda_device is not None:
         free = int(free * _PART_OF_CARD)
@@ -686,5 +694,5 @@ def available_bytes(context: Context) -> int:
 
 
 def free_bytes(context: Context) -> int:
-    """Returns the bytes free for caches now: the device's free memory and the context's pool."""
+    """Returns how many bytes caches could get now: the device's free memory and the free pool."""
     return context.memory().free_bytes + context.stats().free_bytes

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
 """`KVCache`: the interface that an engine calls.
 
-Each call takes the lock, checks that the cache is open, and is passed to another module of this
-package, which runs it in every group of layers: one in a `KVCache`, several in a `LayeredCache`.
+Each method takes the lock, checks that the cache is open and calls a function of another module of
+this package. The function acts on every group of layers: a `KVCache` has one, a `LayeredCache` has
+several.
 
 `KVCache` chooses slots itself, and its limit is set at creation. A program written for another
 cache may instead choose slots itself (`CacheSlots.claim`) or set the limit after the tensors exist
@@ -60,7 +61,7 @@ __all__ = ["GroupView", "KVCache"]
 
 
 class GroupView(Facet):
-    """One group of equal layers of a cache: its tensors, addresses and reports.
+    """One group of a cache's layers, all of the same shape: tensors, addresses and reports.
 
     Requests span all groups of the cache. Raises BadHandle once the cache is closed.
 
@@ -129,7 +130,7 @@ class GroupView(Facet):
             return integrity.snapshot(self._open()[self._place])
 
     def drop(self) -> None:
-        """Drops the tensors, so that only the caller's own tensors keep the reservation."""
+        """Drops the tensors, so that only the caller's own tensors keep the reservation alive."""
         self._tensors = []
 
     def _layer(self, layer: int, which: int) -> torch.Tensor:
@@ -163,9 +164,9 @@ class GroupView(Facet):
 class KVCache(MustClose):
     """Keys and values of many requests, contiguous in virtual memory, mapped as they grow.
 
-    Every request has a slot (its reqid) in every tensor. `step` is passed the number of tokens that
-    each slot must hold, and maps the missing pages; 0 means that the request is not part of this
-    step. A request keeps its rows until `truncate`, `free_reqid` or `swap_out`. An engine's loop:
+    Every request has a slot (its reqid) in every tensor. `step` takes the number of tokens that
+    each slot must hold and maps the missing pages; 0 means that a request is not part of this step.
+    A request keeps its rows until `truncate`, `free_reqid` or `swap_out`. An engine's loop:
 
         reqid = cache.alloc_reqid(len(prompt))
         if cache.step(seq_lens) == -1: ...     # preempt a request and retry
@@ -184,8 +185,8 @@ class KVCache(MustClose):
 
     Args:
         config: shape, limits and policy.
-        context: a context to share; must outlive the cache. None: opens a context, which the cache
-            owns.
+        context: a context to share; must outlive the cache. None: the cache opens a context and
+            owns it.
         backend: back end of the owned context.
         device: device of the owned context: CUDA ordinal, torch or cuda.core device.
         budget: memory to share with other caches; the cache uses the budget's context.
@@ -199,8 +200,8 @@ class KVCache(MustClose):
     """The configuration; in a `LayeredCache`, that of the first group of layers."""
 
     caches: tuple[GroupView, ...]
-    """The groups of equal layers: one, or several in a `LayeredCache`, in the order in which its
-    layers first use them. Each has its own tensors, layout and reports."""
+    """The groups of layers of the same shape: one, or several in a `LayeredCache`, in the order in
+    which its layers first use them. Each has its own tensors, layout and reports."""
 
     memory: CacheMemory
     """Memory: how much calls need, how much is available, and the limit."""
@@ -273,9 +274,9 @@ class KVCache(MustClose):
     def alloc_reqid(self, seq_len: int = 0) -> int | None:
         """Allocates a free slot for a request of `seq_len` tokens (0: not known yet).
 
-        Best fit: the free slot with the fewest mapped pages that suffice; if none has enough, the
-        slot with the most. Ties go to the slot that has been free longest. Maps nothing itself;
-        with `eager_pages`, the next slot is prepared in the background.
+        Chooses the best fit: the free slot with the fewest mapped pages that suffice or, if none
+        has enough, the slot with the most. Ties go to the slot that has been free longest. The call
+        itself maps nothing; with `eager_pages`, the next slot is prepared in the background.
 
         Returns:
             The reqid, an index into the list passed to `step`; None if no slot is free.
@@ -301,8 +302,8 @@ class KVCache(MustClose):
         Args:
             reqid: the request's reqid, from `alloc_reqid`.
             stream: the stream (torch, cuda.core, ``__cuda_stream__``) of the slot's last work, an
-                event recorded after it, or an `FdEvent`; None: torch's current stream, ignored on
-                host. For other accepted objects and the rules with CUDA graphs, see
+                event recorded after it, or an `FdEvent`; None: torch's current stream (ignored on
+                the host). For other accepted objects and the rules with CUDA graphs, see
                 `pyvmem.memory.streams`.
             tokens: records the request's rows under these ids, as `record` does, for later requests
                 that begin with them. The rows stay mapped in the slot, where the next turn
@@ -345,8 +346,8 @@ class KVCache(MustClose):
             stream: the stream (or event) of the last work on these rows, as in `free_reqid`.
 
         Returns:
-            0; or -1 if memory for the copy of a shared page is short: then nothing has changed,
-            except that unowned pages may have been reclaimed.
+            0, or -1 if there is too little memory to copy a shared page. After -1 nothing has
+            changed, except that unowned pages may have been reclaimed.
 
         Raises:
             InvalidArgument: no such reqid, or it is free; a length out of range; a length,
@@ -379,9 +380,9 @@ class KVCache(MustClose):
                 `move` replace the old pages, the call waits for the work on the stream so far.
 
         Returns:
-            0, with everything mapped; or -1, with nothing changed, if memory or mappings are short
-            even after all unowned pages were reclaimed. Completes what `step_async` started;
-            `stats` reports the time spent waiting.
+            0 if everything is mapped; -1 if memory or mappings are short even after all unowned
+            pages were reclaimed, in which case nothing has changed. Completes what `step_async`
+            started; `stats` reports the time spent waiting.
 
         Raises:
             InvalidArgument: wrong length, a negative or too large number, or a number for a free
@@ -408,8 +409,8 @@ class KVCache(MustClose):
         context or the device; then the `step` returns -1.
 
         Args:
-            seq_lens: as in `step`. They may be some tokens ahead of those of the next `step`, which
-                waits only for the pages that it needs: this hides even a slow driver call.
+            seq_lens: as in `step`. They may be a few tokens ahead of those of the next `step`,
+                which waits only for the pages that it needs. This hides even a slow driver call.
             stream: unused, accepted for symmetry; the `step` that follows orders its own stream.
 
         Returns:
@@ -459,7 +460,7 @@ class KVCache(MustClose):
                 including 0, would begin in unmapped rows; `into` is not free.
             NotSupported: the back end cannot map pages twice, or read-only.
             NotRecoverable: rollback failed; the message names the reqid that must be freed.
-            VMemError: the driver failed; the same state as after None.
+            VMemError: the driver failed; the cache is in the same state as after None.
         """
         forked = self.fork_many(reqid, 1, length, stream, None if into is None else [into])
         return None if forked is None else forked[0]
@@ -474,7 +475,8 @@ class KVCache(MustClose):
     ) -> list[int] | None:
         """Forks `count` new requests in one batch: all of them or none. See `fork`.
 
-        `into`: `count` different free reqids for them, in the order returned.
+        `into` gives `count` different free reqids for the new requests, in the order in which they
+        are returned.
         """
         work, number = PriorWork(stream, self._groups[0].device), operator.index(count)
         into, blockers = into if into is None else [*into], waits.before_fork
@@ -486,11 +488,10 @@ class KVCache(MustClose):
 
     @property
     def sharing_unit(self) -> int:
-        """Tokens per unit in which prefixes are recorded and matched: the fewest that fill whole
-        pages.
+        """Number of tokens per unit in which prefixes are recorded and matched.
 
-        ``lcm(row_bytes, page_size) / row_bytes``: with fewer, a row that crosses a page boundary
-        would have to be written into a shared page.
+        It is the smallest number that fills whole pages, ``lcm(row_bytes, page_size) / row_bytes``:
+        with fewer, a row that crosses a page boundary would have to be written into a shared page.
         """
         return self._groups[0].prefixes.unit
 
@@ -570,9 +571,9 @@ class KVCache(MustClose):
 
         Returns:
             The reqid and the number of tokens that it already holds, including those loaded from
-            host memory, for which this waits (0 if nothing is recorded, or if no slot could be
-            emptied without waiting for GPU work of its earlier owner). None, with nothing changed,
-            if no slot is free or memory is short. After 0 or None a match keeps its lease.
+            host memory, which this waits for. The number is 0 if nothing is recorded, or if no slot
+            could be emptied without waiting for an earlier owner's GPU work. None, with nothing
+            changed, if no slot is free or memory is short. After 0 or None a match keeps its lease.
 
         Raises:
             InvalidArgument: bad tokens or namespace, more tokens than `max_seq_len`, or a match of
@@ -633,13 +634,12 @@ class KVCache(MustClose):
     def can_admit(
         self, seq_lens: Sequence[int], matches: Sequence[PrefixMatch | None] | None = None
     ) -> bool:
-        """Returns whether new requests of these lengths would all fit alongside the current
-        requests.
+        """Returns whether new requests of these lengths all fit alongside the current requests.
 
         Counts free slots, mappings that the context may still make, and all memory that is free or
         reclaimable. That includes recorded prefixes that no request uses and no match leases, and
         pages that batches in flight will free, without waiting for them. Memory that the context
-        would have to allocate from its device counts as far as the device has it free now
+        would have to allocate from its device counts only as far as it is free on the device now
         (`Context.memory`); another process may take it first.
 
         Args:
@@ -814,11 +814,13 @@ class KVCache(MustClose):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """K and V of every `group_size` layers, alternating; one tensor with `tensors_per_layer` 1.
+        """The K and V tensors of every `group_size` layers, alternating.
 
-        Each is ``[max_batch, max_seq_len, group_size, num_kv_heads, head_dim]``. Only mapped rows
-        may be touched. A live tensor keeps the cache from closing. A `LayeredCache` lists them
-        group by group.
+        With `tensors_per_layer` 1, there is a single tensor instead of the two.
+
+        Every tensor is ``[max_batch, max_seq_len, group_size, num_kv_heads, head_dim]``. Only
+        mapped rows may be touched. A live tensor keeps the cache from closing. A `LayeredCache`
+        lists the tensors group by group.
         """
         return [tensor for view in self.caches for tensor in view.tensors]
 
@@ -891,8 +893,8 @@ class KVCache(MustClose):
     def check_integrity(self) -> None:
         """Compares the cache's records with each other and, page by page, with the context's.
 
-        Cost: one query per run of pages. Skips pages that a batch in flight is changing; with no
-        batch in flight, the context's own check runs too.
+        Costs one query per run of pages. Skips pages that a batch in flight is changing; if no
+        batch is in flight, the context's own check runs as well.
 
         Raises:
             IntegrityError: lists every contradiction found.

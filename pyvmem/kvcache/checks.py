@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Argument validators whose errors name `KVCache` as the operation."""
+"""Checks arguments; the errors name `KVCache` as the operation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ switched = partial(validation.switched, op="KVCache")
 
 
 def layer_index(layer: int, count: int) -> int:
-    """Returns `layer` as an index; InvalidArgument unless it is between 0 and ``count - 1``."""
+    """Returns `layer` as an index; raises InvalidArgument unless 0 <= `layer` < `count`."""
     index, last = operator.index(layer), count - 1
     if not 0 <= index <= last:
         raise invalid(f"layer {index} is not between 0 and {last}", limit=last)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""First pages that all slots share (for vAttention's artifact)."""
+"""Maps the same first pages in all slots (for vAttention's artifact)."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _WRITER = 0
 
 
 class CommonPages:
-    """The shared first pages of all slots; the result of `CacheSlots.map_common_pages`.
+    """The first pages that all slots share; returned by `CacheSlots.map_common_pages`.
 
         reqid 0   | common, writable  | its own ...
         reqid 1   | common, read-only | its own ...
 
-    vAttention's artifact maps them writable in every slot, only to show that several requests can
-    have the same page. Here a write faults, except through slot 0.
+    vAttention's artifact maps such pages writable in every slot, only to show that several requests
+    can have the same page. Here a write faults, except through slot 0.
 
     `renew` ends a slot's request; the slot then has the common pages again.
 
     Attributes:
-        pages: common pages per tensor.
-        rows: rows that they hold.
-        idle: slots without a request.
+        pages: number of common pages per tensor.
+        rows: number of rows that the common pages hold.
+        idle: reqids of the slots without a request.
     """
 
     def __init__(self, owner: Manager, tokens: int) -> None:
@@ -96,7 +96,7 @@ class CommonPages:
     def renew(self, reqid: int) -> None:
         """Ends a request; its slot keeps only the common pages. Waits for the request's GPU work.
 
-        Also restores a slot that is free after a failed call.
+        Also restores a slot that an earlier failed call left free.
 
         Raises:
             VMemError: the slot could not be emptied or remapped; it is free and has no pages.
@@ -105,7 +105,7 @@ class CommonPages:
         with owner.lock, owner.journal:
             groups = (group,) = owner.open()
             slot = group.slot(reqid, taken=False)
-            group.reclaimer.lend(self._span)  # keeps the pages if the slot's reference is the last
+            group.reclaimer.lend(self._span)  # keeps the pages if only the slot refers to them
             if slot.active:
                 free(groups, reqid, None, None, None)
             group.sharing.empty([slot])

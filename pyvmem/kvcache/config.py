@@ -35,10 +35,10 @@ PREFILL_TOKENS = 16
 any other step counts as decoding, including speculative decoding."""
 
 MOST_SLOTS, LONGEST = 1 << 16, 1 << 30
-"""Upper bounds of `KVCacheConfig.max_batch` and `KVCacheConfig.max_seq_len`."""
+"""Upper bounds for `KVCacheConfig.max_batch` and `KVCacheConfig.max_seq_len`."""
 
 MOST_BYTES = 1 << 62
-"""Upper bound of a memory limit, in bytes."""
+"""Upper bound for memory limits, in bytes."""
 
 # Sanity limits, far above any model, checked before any arithmetic or address reservation.
 _BOUNDS = {
@@ -84,11 +84,11 @@ class KVCacheConfig:
 
     Attributes:
         num_layers: layers of the model that have keys and values.
-        num_kv_heads: key/value heads of a layer (on this device).
-        head_dim: elements of one head.
+        num_kv_heads: number of key/value heads per layer (on this device).
+        head_dim: number of elements per head.
         dtype: element type: a name (see `DTYPE_BYTES`) or a `torch.dtype`.
         max_batch: number of slots, which limits concurrent requests.
-        max_seq_len: maximum tokens of a slot; addresses for all of them are reserved.
+        max_seq_len: maximum number of tokens in a slot; addresses are reserved for all of them.
         page_size: page size in bytes, a power of two; 0: the context's granule.
         group_size: number of layers that share one K and one V tensor, a divisor of `num_layers`.
             1: each layer has its own tensors; `num_layers`: vAttention's megacache. A row of a
@@ -135,36 +135,36 @@ class KVCacheConfig:
         memory_floor: bytes that the other caches of its `Budget` must leave for it.
         host_limit: maximum host memory that `KVCache.move` uses, in bytes, for all layers together;
             0: only the machine's limit.
-        peer_limit: the same limit for all peer devices together.
+        peer_limit: the same for the memory of all peer devices together.
         host_prefixes: host memory for evicted prefixes, in bytes, for all layers together; 0: their
             rows are lost. The least recently used prefixes make room for others, and
             `KVCache.alloc_prefix` copies prefixes back. The memory is allocated when needed,
             page-locked if the cache is on a GPU, and kept until the cache is closed. Requires
             numpy; cannot be used with a window, a state or several ranks.
-        max_mappings: limit on mappings of the context that the cache opens (`Context`); 0: the
-            context's default. Needed with several caches on one machine, whose defaults may add up
-            to more than the driver allows.
+        max_mappings: limit on the mappings of the context that the cache opens (`Context`); 0: the
+            context's default. Set it if several caches run on one machine, since their defaults may
+            add up to more than the driver allows.
         zero_fill: zero a page before another request gets it.
         deferred_reclaim: a freed slot keeps its pages for the next request; otherwise they are
             unmapped in the background as soon as the slot's last GPU work is complete.
         keep_mapped: prefixes that `KVCache.free_reqid` records stay mapped in the freed slot,
             read-only, until evicted or slots become scarce: the next turn of a conversation gets
             that slot without a driver call.
-        reclaim_steps: unmap pages of slots that have been free for this many steps; 0: do not unmap
-            pages because of age.
+        reclaim_steps: unmap the pages of slots that have been free for this many steps; 0: pages
+            are never unmapped because of their age.
         eager_pages: keep one free slot with this many pages per tensor mapped, prepared in the
             background while memory is ample and nothing else is being mapped.
-        low_watermark: with less than this fraction of the memory free, pages of free slots are
-            unmapped in the background, least recently used first; 0 to 1.
+        low_watermark: a fraction from 0 to 1. While less than this fraction of the memory is free,
+            pages of free slots are unmapped in the background, least recently used first.
         growth_fraction: while memory is ample, a request that needs a page gets more pages at once,
             up to this fraction of the pages it has, rounded to a power of two and at most 2 MiB per
             tensor. This saves driver calls and mappings. Pages beyond its need are mapped but
             unowned (`CacheStats`: cached); the request gets them next, and they are unmapped when
             memory is short. If mappings run out before memory (`ContextInfo.max_mappings`), runs
             get longer automatically. 0: one page at a time, regardless of the limit.
-        ahead_tokens: `KVCache.step` starts mapping, in the background, the next pages of each
-            request in the step that has pages for fewer than this many more tokens (at most a
-            page's worth). A later step then need not wait for the driver call, even if the driver
+        ahead_tokens: for each request in a step that has pages for fewer than this many more tokens
+            (at most a page's worth), `KVCache.step` starts mapping the next pages in the
+            background. A later step then need not wait for the driver call, even if the driver
             stalls. This uses only free memory above the watermark, reclaims nothing, and does not
             report failures. The pages are unowned (`CacheStats.ahead_pages`) until a step needs
             them. Ignored on several ranks. 0: a request grows only when `KVCache.step` or
@@ -172,8 +172,8 @@ class KVCacheConfig:
         join_at: if more than this fraction of the context's mappings is used, a `step` remaps runs
             of pages that were mapped separately as one mapping each, if the back end can
             (`pyvmem.Caps.JOIN`). It waits for all work on the device first, and other threads must
-            not launch work on the cache until it returns. 1: only a `step` that would otherwise
-            return -1; 0: never.
+            not launch work on the cache until it returns. 1: join only in a `step` that would
+            otherwise return -1; 0: never join.
         idle_seconds: after this many seconds without a call that allocates, frees or steps a
             request, unmap unowned pages and return the pool's memory to the device; 0: never. None:
             0.5 if the cache owns its context; never in a shared context, whose other users may be
@@ -278,7 +278,7 @@ class KVCacheConfig:
 
     @property
     def row_bytes(self) -> int:
-        """Size in bytes of a token's row in one tensor, over all layers that share the tensor."""
+        """Size of a token's row in one tensor in bytes, for all layers that share the tensor."""
         return self.group_size * self.num_kv_heads * self.head_dim * self.itemsize
 
     @classmethod
@@ -307,7 +307,7 @@ _OF_THE_LAYERS = (
 
 
 def policy_of(options: Mapping[str, Any], given: Collection[str] = ()) -> KVCacheConfig:
-    """Returns a configuration that checks and holds only the policy, for layers given later.
+    """Checks a policy and returns a configuration that holds only it, for layers given later.
 
     Args:
         options: fields of `KVCacheConfig`.

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""`ParallelKVCache`: one cache per rank, with equal results and without communication per step.
+"""`ParallelKVCache`: one cache per rank, with identical results and no communication per step.
 
 When the caches are created, the ranks agree on the number of pages of each cache: the minimum that
 any rank could allocate on its device. Every rank keeps that memory from then on. After that each
-rank decides by itself, and all decide the same, because results depend only on the calls:
+rank decides by itself, and all ranks decide the same, because results depend only on the calls:
 
 - slots are chosen by the order in which they were freed (`LockstepTable`), not by their pages;
 - memory suffices if and only if the pages that requests own fit the budget. Which unowned pages are
   unmapped to make room, and when, may differ between ranks but never changes a result;
-- recorded prefixes are evicted only when free slots have no pages left, in order of last use, which
-  only calls change;
+- recorded prefixes are evicted only when free slots have no pages left, and in the order of their
+  last use, which only calls change;
 - calls that share, swap or admit first wait for growth that a `step_async` started.
 
 Driver mappings are an exception: their number depends on the physical placement of a request's
@@ -87,8 +87,8 @@ _ERRNOS = 4096  # a status is (rank + 1) * _ERRNOS + errno
 class RankFailed(VMemError):
     """A rank failed in a call that other ranks may have completed; no rank's cache may be used.
 
-    `VMemError.errno` is the errno of the failed rank, if it had one; on the failed rank the text
-    includes the failure itself.
+    `VMemError.errno` is the errno of the failed rank, if it had one; on the failed rank, the
+    message includes the failure itself.
 
     Attributes:
         rank: the failed rank's number in the group; the highest if several failed.
@@ -100,7 +100,7 @@ class RankFailed(VMemError):
 class RanksDiffer(VMemError):
     """The ranks made different calls or got different results; no rank's cache may be used.
 
-    Detected from the calls' names and results, the rows that they requested or left behind, and
+    The ranks compare the calls' names and results, the rows that they requested or left behind, and
     token ids.
     """
 
@@ -110,8 +110,8 @@ class Failure:
     """The reason a rank rejects calls. Not an exception: its traceback would keep tensors alive.
 
     Attributes:
-        rank: the failed rank; -1: the ranks differ.
-        code: its errno; 0: none.
+        rank: the failed rank; -1 if the ranks differ.
+        code: the failed rank's errno; 0 if it has none.
         detail: description of the failure, on the failed rank only.
     """
 
@@ -121,7 +121,7 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException, where: str) -> Failure:
-        """Returns the record of a rank's own failure."""
+        """Creates the record of a rank's own failure."""
         code = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
         text = f" in {where}: {type(error).__name__}: {error}"
         return cls(rank, code % _ERRNOS if isinstance(code, int) else 0, text)
@@ -133,7 +133,7 @@ class Failure:
 
     @classmethod
     def from_status(cls, maximum: int) -> Failure | None:
-        """Decodes the ranks' maximum of `status`; returns None if no rank failed."""
+        """Decodes the maximum of `status` over the ranks; returns None if no rank failed."""
         return cls(maximum // _ERRNOS - 1, maximum % _ERRNOS) if maximum else None
 
     def error(self) -> VMemError:
@@ -156,7 +156,7 @@ class Failure:
 
 
 class Ranks:
-    """A process group with a single collective, `maxima`.
+    """A process group that offers a single collective, `maxima`.
 
     Args:
         group: None: the default group, which must be initialised.
@@ -205,8 +205,10 @@ class LockstepTable(SlotTable):
         return free[-1] if free[-1].freed_order else free[0]
 
     def emptiest(self, count: int) -> list[Slot]:
-        """Returns the free slots that were freed first; allocating them waits until they are
-        empty."""
+        """Returns up to `count` free slots, those that were freed first.
+
+        Allocating one of them waits until it is empty.
+        """
         return self.free[:count]
 
     def reset_order(self) -> None:
@@ -225,7 +227,7 @@ def shard_kv_heads(num_kv_heads: int, world_size: int) -> int:
     head, and each head is on ``world_size / num_kv_heads`` ranks.
 
     Raises:
-        InvalidArgument: neither number divides the other.
+        InvalidArgument: a number is less than 1, or neither number divides the other.
     """
     if num_kv_heads < 1 or world_size < 1:
         raise invalid(f"{num_kv_heads} KV heads over {world_size} ranks: both must be at least 1")
@@ -241,7 +243,7 @@ def shard_kv_heads(num_kv_heads: int, world_size: int) -> int:
 
 
 def rank_config(model: Any, world_size: int, **overrides: Any) -> KVCacheConfig:
-    """Returns `KVCacheConfig.from_hf` for one of `world_size` tensor-parallel ranks.
+    """Returns what `KVCacheConfig.from_hf` does, for one of `world_size` tensor-parallel ranks.
 
     Args:
         model: a transformers configuration.
@@ -260,7 +262,7 @@ def take_pages(context: Context, config: KVCacheConfig, page: int) -> int:
     """Allocates the cache's memory from the device; returns the number of pages.
 
     Raises:
-        InvalidArgument, OutOfMemory: less than one page per tensor.
+        InvalidArgument, OutOfMemory: there is memory for less than one page per tensor.
     """
     layout = Layout(config, page)
     everything = layout.slot_pages * layout.num_tensors * config.max_batch * page
@@ -313,8 +315,10 @@ def _not_supported(text: str, op: str = "ParallelKVCache") -> NotSupported:
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Returns whether the cache itself rejected an argument; a rejection by libvmem is a
-    failure."""
+    """Returns whether the cache itself rejected an argument.
+
+    A rejection by libvmem counts as a failure.
+    """
     if isinstance(error, NotGpuWork):
         return True
     if isinstance(error, (InvalidArgument, NotSupported, BadHandle)):
@@ -326,7 +330,7 @@ class RankManager(Manager):
     """One rank's groups of layers; rejects all calls once the rank has failed.
 
     Attributes:
-        failure: why it rejects calls; None: no known failure.
+        failure: why the rank rejects calls; None if it knows of no failure.
         out_of_mappings: text of the error if the last `step` ran out of mappings and `check_step`
             must undo it; otherwise "".
     """
@@ -345,10 +349,10 @@ class RankManager(Manager):
 
 
 class _Broken(Exception):
-    """Placeholder failure while a rank is marked as failed in advance."""
+    """Stands in for a failure while a rank is marked as failed in advance."""
 
 
-_OUT_OF_MAPPINGS = 1  # a status, below those of `Failure`
+_OUT_OF_MAPPINGS = 1  # a status below every status of a `Failure`
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -356,7 +360,10 @@ _T = TypeVar("_T")
 def _compared(
     method: Callable[Concatenate[KVCache, _P], _T], *, settles: bool = True
 ) -> Callable[Concatenate[ParallelKVCache, _P], _T]:
-    """Wraps a call whose result the ranks compare; `settles`: see `ParallelKVCache._compare`."""
+    """Wraps a call whose result the ranks compare.
+
+    For `settles`, see `ParallelKVCache._compare`.
+    """
 
     def compare(self: ParallelKVCache, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         call = partial(method, self, *args, **kwargs)
@@ -367,10 +374,11 @@ def _compared(
 
 
 class ParallelKVCache(KVCache):
-    """A `KVCache` on every rank of a group. Every rank must make the same calls in the same order.
-    Construction, `check_step`, `together` and `recover` are collectives; nothing else communicates.
-    The results of calls belong to a rank: a `SwappedRequest`, for example, must be swapped in on
-    every rank, or closed on every rank.
+    """A `KVCache` on every rank of a group.
+
+    Every rank must make the same calls in the same order. Construction, `check_step`, `together`
+    and `recover` are collectives; nothing else communicates. The results of calls belong to a rank:
+    a `SwappedRequest`, for example, must be swapped in on every rank, or closed on every rank.
 
     An argument is rejected on every rank, before anything changes; this does not poison the rank,
     and rejections are compared like results. Every other exception *poisons* the rank: from then on
@@ -406,8 +414,8 @@ class ParallelKVCache(KVCache):
     ) -> None:
         self._closed = True  # set to False once the groups exist
         self._digest = 0
-        self._ahead = False  # a `step_async` returned 0, and no `step` has followed
-        # To undo the last step: the rows before it, and its stream.
+        self._ahead = False  # True if a `step_async` returned 0 and no `step` has followed
+        # What is needed to undo the last step: the rows before it, and its stream.
         self._before: tuple[Sequence[int], Any] | None = None
         self._swapped: weakref.WeakSet[SwappedRequest] = weakref.WeakSet()
         self._own: Context | None = None
@@ -451,8 +459,7 @@ class ParallelKVCache(KVCache):
             raise
 
     def _make(self, config: KVCacheConfig) -> None:
-        """Gives memory that not all ranks have back to the device, and creates the cache with
-        the remainder."""
+        """Creates the cache with the memory that every rank has, and frees the rest."""
         assert self._own is not None
         self._own.trim(config.memory_limit)
         config = replace(config, max_mappings=0)
@@ -476,8 +483,9 @@ class ParallelKVCache(KVCache):
     ) -> _T:
         """Makes a call and adds its result or failure to the digest, with its tokens `ids`.
 
-        `settles`: first complete the growth of a `step_async`. Pages promised by a growth in
-        flight have no owner yet, so whether memory is short would depend on its progress.
+        With `settles`, the growth of a `step_async` is completed first. Pages promised by a growth
+        in flight have no owner yet, so whether memory is short would depend on the growth's
+        progress.
         """
 
         def section() -> _T:
@@ -492,8 +500,8 @@ class ParallelKVCache(KVCache):
     def _section(self, name: str, call: Callable[[], _T]) -> _T:
         """Runs calls as one section; if an exception ends it, the rank is poisoned.
 
-        Necessary because the journal may undo a call that is already in the digest, or keep a call
-        that is not.
+        This is necessary because the journal may undo a call that is already in the digest, or keep
+        a call that is not.
         """
         entered = False
         try:
@@ -517,7 +525,7 @@ class ParallelKVCache(KVCache):
         except BaseException as error:
             if isinstance(error, TooManyMappings) and name == "step":
                 self._manager.out_of_mappings = str(error)
-                self._note(name, 0)  # gives the digest of the ranks that succeeded
+                self._note(name, 0)  # the same digest as on the ranks that succeeded
             elif _is_refusal(error):
                 self._note(name, type(error).__name__)
             else:
@@ -527,7 +535,8 @@ class ParallelKVCache(KVCache):
         return result
 
     def _note(self, name: str, answer: Any) -> None:
-        """Adds a call to the digest: its result, and the rows that it requested or left behind."""
+        """Adds a call to the digest: its name, its result, and the rows requested or left
+        behind."""
         group = self._manager.groups[0]
         rows = group.pager.columns.needs if name in ("step", "step_async") else group.rows
         self._digest = zlib.crc32(rows, zlib.crc32(f"{name} {answer}".encode(), self._digest))
@@ -549,8 +558,8 @@ class ParallelKVCache(KVCache):
     def status(self) -> list[int]:
         """Returns three integers for the engine's own all_reduce (MAX); pass its result to `agree`.
 
-        Their magnitude is below 2**32 or about 4096 times the number of ranks, so use int64 or
-        float64.
+        Their magnitude is below 2**32 or, with very many ranks, about 4096 times the number of
+        ranks, so use int64 or float64.
         """
         with self._lock, self._journal:
             failure = self._manager.failure
@@ -573,7 +582,7 @@ class ParallelKVCache(KVCache):
 
     @contextmanager
     def _learning(self, where: str) -> Iterator[None]:
-        """Poisons the rank if an exception ends the block: the other ranks may act differently."""
+        """Poisons the rank if an exception ends the block, as other ranks may act differently."""
         try:
             yield
         except (VMemError, Reentered):
@@ -680,8 +689,8 @@ class ParallelKVCache(KVCache):
     def step(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """Like `KVCache.step`; returns the same on every rank.
 
-        It completes all growth that a `step_async` started, even for requests with 0 in this step:
-        it waits for the map calls and makes `stream` (or the CPU, without a stream) wait for the
+        It completes all growth that a `step_async` started, even for requests with 0 in this step.
+        It waits for the map calls and makes `stream` (or the CPU, without a stream) wait for the
         zero-fills, which follow the GPU work of the slots' earlier owners.
         `KVCacheConfig.ahead_tokens` has no effect.
 
@@ -702,8 +711,8 @@ class ParallelKVCache(KVCache):
     def agreed_step(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """Runs `step` and `check_step`; returns the same on every rank. A collective.
 
-        Returns -1 also if only some ranks are out of mappings. No other call can come between the
-        two.
+        Also returns -1 if only some ranks are out of mappings. No other call can come between the
+        two calls.
 
         Raises:
             RankFailed, RanksDiffer: as for `agree`, on every rank.
@@ -834,8 +843,10 @@ class ParallelKVCache(KVCache):
         return self._compare("trim", call)
 
     def move(self, *args: Any, **kwargs: Any) -> Moved:
-        """Raises NotSupported: other memory may be full on only one rank, so results would
-        differ."""
+        """Raises NotSupported.
+
+        Other memory may be full on only one rank, so results would differ.
+        """
         raise _not_supported(
             "move: the ranks have agreed only on how much device memory to use",
             op="KVCache.move",
@@ -850,12 +861,12 @@ class ParallelKVCache(KVCache):
     # ---- failures ------------------------------------------------------------------------------
 
     def recover(self, stream: Any = None) -> None:
-        """Frees everything and makes the ranks' caches equal again. A collective.
+        """Frees everything and makes the ranks' caches identical again. A collective.
 
         Every request is freed and must be recomputed, swapped requests are closed, and all prefixes
         are dropped, since other ranks may have completed the call in which one rank failed. If a
-        rank lost slots or pages to a failed rollback, every rank stops using as many pages, and the
-        same slots.
+        rank lost slots or pages to a failed rollback, every rank stops using the same slots and the
+        same number of pages.
 
         Args:
             stream: the stream of the last work on the slots, as in `free_reqid`.
@@ -885,8 +896,10 @@ class ParallelKVCache(KVCache):
             manager.failure = None
 
     def _reset(self, stream: Any) -> list[int]:
-        """Frees everything; returns the number of usable pages, and for each slot whether it is
-        usable."""
+        """Frees everything.
+
+        Returns the number of usable pages, followed by 1 for each usable slot and 0 for any other.
+        """
         (group,) = groups = Manager.open(self._manager)
         event = record(stream, group.device)
         for slot in group.table:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Events that mark the caller's GPU work at the time of a call.
 
-A stream gets more work after `free_reqid`, and reclaiming must not wait for it, so the call
-records an event. An event (or an `FdEvent`) passed by the caller is used as is.
+A stream may get more work after a `free_reqid`. Reclaiming must not wait for that work, so the call
+records an event. An event (or an `FdEvent`) that the caller passes is used as is.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ def record(stream: Any, device: int | None) -> Any:
 
 
 class PriorWork:
-    """The caller's GPU work before a call. Its kind is determined when the call begins; its event
-    is recorded once.
+    """The GPU work that the caller launched before a call.
+
+    The kind of work is determined when the call begins; the event is recorded once.
 
     Args:
         stream: an object that stands for GPU work (streams.py); a `PriorWork` is returned
@@ -81,7 +82,8 @@ class PriorWork:
         device: CUDA ordinal of the cache, None on host.
 
     Attributes:
-        over: True if the work is known to be complete; on the host always, except for an `FdEvent`.
+        over: True if the work is known to be complete; always True on the host, except for an
+            `FdEvent`.
 
     Raises:
         NotGpuWork: `stream` does not stand for GPU work.
@@ -95,8 +97,10 @@ class PriorWork:
     over: bool
 
     def __new__(cls, stream: Any, device: int | None) -> Self:
-        """Returns `stream` if it is a `PriorWork`, so that nested calls share it; otherwise a new
-        object."""
+        """Returns `stream` itself if it is a `PriorWork`, or else a new object.
+
+        This way, nested calls share one object.
+        """
         if isinstance(stream, cls):
             return stream
         self = super().__new__(cls)
@@ -134,7 +138,7 @@ class PriorWork:
         return self._event
 
     def pending(self) -> list[Callable[[], None]]:
-        """Returns functions that wait for the work; an empty list if it is complete."""
+        """Returns the functions to call to wait for the work; empty if it is complete."""
         event = self.record()
         self.over = event is None or is_over(event)
         return [] if self.over else [self.wait]
@@ -147,7 +151,7 @@ class PriorWork:
 
 
 def is_over(event: Any) -> bool:
-    """Returns whether the work of an event returned by `record` is complete."""
+    """Returns whether the work before an event returned by `record` is complete."""
     if isinstance(event, FdEvent):
         poll = select.poll()
         poll.register(work_of(event, "event").handle, select.POLLIN)
@@ -157,26 +161,26 @@ def is_over(event: Any) -> bool:
 
 
 def prune(events: list[Any]) -> list[Any]:
-    """Returns the events that may not be complete."""
+    """Returns the events whose work may not be complete yet."""
     return [event for event in events if not is_over(event)] if events else events
 
 
 def wait_for(event: Any) -> None:
-    """Waits until the work of an event returned by `record` is complete."""
+    """Waits until the work before an event returned by `record` is complete."""
     if event is None:
         return
     if isinstance(event, FdEvent):
         wait_readable(work_of(event, "event").handle)
         return
-    wait = getattr(event, "synchronize", None)  # torch's name for it; cuda.core's is sync
+    wait = getattr(event, "synchronize", None)  # torch calls it synchronize, cuda.core sync
     relaxed(event.sync if wait is None else wait)
 
 
 def order_after(event: Any, stream: Any, device: int | None) -> None:
     """Makes `stream`, but no other stream, wait for the event before its next work.
 
-    Only a stream can be made to wait, and only for CUDA events. If `stream` is an event, for an
-    `FdEvent`, and on the host (`device` None), the CPU waits.
+    Only a stream can be made to wait, and only for CUDA events. If `stream` is an event, if `event`
+    is an `FdEvent`, or on the host (`device` None), the CPU waits instead.
 
     Raises:
         NotGpuWork: `stream` does not stand for GPU work. InvalidArgument: it is being captured.
@@ -196,11 +200,10 @@ def order_after(event: Any, stream: Any, device: int | None) -> None:
 
 
 def order_ticket(ticket: Any, stream: Any, device: int | None) -> None:
-    """Waits until a batch has mapped its pages, makes `stream` wait for its fills, and raises its
-    error.
+    """Waits until a batch has mapped its pages, and makes `stream` wait for its fills.
 
-    Only a stream can be made to wait: if `stream` is an event, and on the host (`device` None), the
-    CPU waits for the fills.
+    Raises the batch's error if it failed. Only a stream can be made to wait: if `stream` is an
+    event, or on the host (`device` None), the CPU waits for the fills instead.
     """
     if device is None or not work_of(stream).is_stream:
         ticket.wait()
@@ -209,7 +212,7 @@ def order_ticket(ticket: Any, stream: Any, device: int | None) -> None:
 
 
 def wait_for_device(stream: Any, device: int | None) -> None:
-    """Waits for the work on `stream`, and for all other work of the device (None: host)."""
+    """Waits for the work on `stream` and for all other work on the device (None: the host)."""
     wait_for(record(stream, device))
     if device is not None:
         import torch

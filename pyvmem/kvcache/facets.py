@@ -40,8 +40,8 @@ class Facet:
 class CacheMemory(Facet):
     """`KVCache.memory`: how much memory calls need, how much is available, and the limit.
 
-    `for_request`, `for_step`, `for_truncate` and `for_fork` return the bytes that the call would
-    have to allocate; `obtainable` returns the bytes that requests could still get.
+    `for_request`, `for_step`, `for_truncate` and `for_fork` return how many bytes the call would
+    have to allocate; `obtainable` returns how many bytes requests could still get.
     """
 
     @property
@@ -59,9 +59,9 @@ class CacheMemory(Facet):
 
         Args:
             reqid: a slot in use; None: a request that has no slot yet.
-            seq_len: tokens.
-            match: with reqid None, a leased match that the request begins with; its pages are not
-                counted.
+            seq_len: number of tokens that the request must hold.
+            match: if `reqid` is None, a leased match that the request begins with; the match's
+                pages are not counted.
 
         Raises:
             InvalidArgument: no such reqid, it is free, or a length out of range.
@@ -97,7 +97,7 @@ class CacheMemory(Facet):
             return forks.forked(self._open(), reqid, operator.index(count), operator.index(length))
 
     def obtainable(self) -> tuple[int, int]:
-        """Returns how many bytes requests could still get, and the maximum that the cache may use.
+        """Returns how many bytes requests could still get, and how many the cache may use at most.
 
         The first number counts free and reclaimable memory, including recorded prefixes that no
         request uses.
@@ -109,8 +109,8 @@ class CacheMemory(Facet):
         """Changes how many physical pages the cache may use, without mapping or unmapping anything.
 
         Raises:
-            InvalidArgument: negative, less than the cache holds now, less than its floor, or more
-                than 2**62 bytes.
+            InvalidArgument: the number is negative, less than the cache holds now, less than its
+                floor, or more than 2**62 bytes.
             NotSupported: the layers form several groups, or it is a `ParallelKVCache`, whose ranks
                 have agreed on a limit.
         """
@@ -127,8 +127,7 @@ class CacheMemory(Facet):
             self._journal.change([[group.reclaimer, "limit", count]])
 
     def reclaim_free(self, keep: Collection[int] = (), *, wait: bool = False) -> None:
-        """Unmaps the pages of free slots in the background, after the GPU work of each slot's
-        owners.
+        """Unmaps the pages of free slots in the background, after their owners' GPU work.
 
         Args:
             keep: reqids whose pages stay mapped.
@@ -148,8 +147,9 @@ class CacheSlots(Facet):
     """`KVCache.slots`: for programs that choose slots themselves, or keep records of them."""
 
     def claim(self, reqid: int) -> None:
-        """Allocates a particular free slot, unlike `KVCache.alloc_reqid`, which chooses the best
-        fit.
+        """Allocates a particular free slot.
+
+        `KVCache.alloc_reqid`, in contrast, chooses the best fit.
 
         Raises:
             InvalidArgument: the slot does not exist, is in use, or is retired.
@@ -185,7 +185,7 @@ class CacheSlots(Facet):
         return self.owners([reqid])[0]
 
     def owners(self, reqids: Sequence[int]) -> list[int | None]:
-        """Returns `owner` of several slots."""
+        """Returns the `owner` of each of these slots."""
         group = self._groups[0]
         slots, reqids = group.table.slots, list(map(operator.index, reqids))
         if reqids and not 0 <= min(reqids) <= max(reqids) < len(slots):
@@ -194,10 +194,10 @@ class CacheSlots(Facet):
         return [slots[reqid].owner if slots[reqid].active else None for reqid in reqids]
 
     def capacity(self, reqid: int) -> int:
-        """Returns the number of tokens that a slot in use has pages for; a `step` up to it maps
-        nothing.
+        """Returns the number of tokens that a slot in use has pages for.
 
-        With several groups of layers, the minimum over the groups.
+        A `step` up to this number maps nothing. With several groups of layers, this is the minimum
+        over the groups.
 
         Raises:
             InvalidArgument: no such reqid, or it is free.
@@ -215,7 +215,7 @@ class CacheSlots(Facet):
 
         Args:
             reqid: a slot in use.
-            seq_len: tokens, as in `step`.
+            seq_len: number of tokens, as in `step`.
 
         Raises:
             InvalidArgument: no such reqid, it is free, or a length out of range.
@@ -224,8 +224,10 @@ class CacheSlots(Facet):
             return admission.is_ready(self._open(), reqid, seq_len)
 
     def readable_rows(self, reqids: Sequence[int]) -> list[int]:
-        """Returns, for each reqid, how many rows are mapped from the first row on; 0 for free
-        slots.
+        """Returns, for each reqid, the number of rows up to the end of its pages.
+
+        The number includes rows that have left the window (`first_rows`); it is 0 for free slots.
+        With several groups of layers, this is the minimum over the groups.
 
         Raises InvalidArgument for a reqid that does not exist.
         """
@@ -236,7 +238,7 @@ class CacheSlots(Facet):
     def first_rows(self, reqids: Sequence[int]) -> list[int]:
         """Returns, for each reqid, the first mapped row; earlier rows have left the window.
 
-        With several groups of layers, the maximum over the groups.
+        With several groups of layers, this is the maximum over the groups.
 
         Raises InvalidArgument for a reqid that does not exist.
         """
@@ -265,7 +267,7 @@ class Internals(Facet):
     """`KVCache.internals`: for code built on a cache, such as `pyvmem.engine.RequestCache`.
 
     Attributes:
-        lock: held by every call. Re-entrant: ``with internals.lock, internals.journal:`` makes
+        lock: held by every call. Re-entrant. ``with internals.lock, internals.journal:`` makes
             several calls atomic: no other thread's call comes in between, and after an asynchronous
             exception (Ctrl-C) all of them are completed or all are undone.
         journal: undoes a call that did not complete. A caller that makes several calls atomic
@@ -282,7 +284,7 @@ class Internals(Facet):
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def wait_before(self, find_blockers: waits.FindBlockers) -> None:
-        """Waits, without the lock, for the blockers of a call; `find_blockers` lists them.
+        """Waits, without the lock, for the blockers of a call, which `find_blockers` lists.
 
         A single call does this itself, but inside `lock` it would hold the lock while waiting. So a
         caller that makes several calls atomic waits first:
@@ -294,8 +296,8 @@ class Internals(Facet):
     def withdraw_prompt(self) -> None:
         """Removes the last `alloc_prefix` from the prompt counters.
 
-        Call it when a request is freed because it cannot run yet: its prompt will be looked up
-        again.
+        Call it when a request is freed because it cannot run yet, since its prompt will be looked
+        up again.
         """
         with self._lock, self._journal:
             prefix_alloc.withdraw(self._open())
@@ -303,8 +305,8 @@ class Internals(Facet):
     def prefix_changes(self, after: int | None = None) -> list[Change]:
         """Returns the prefixes recorded and evicted since the last call, for `pyvmem.kv_events`.
 
-        The first call reports everything recorded and starts collecting changes: keep calling, or
-        they accumulate.
+        The first call reports everything recorded and starts collecting changes. The caller must
+        then keep calling, since the changes accumulate otherwise.
 
         Args:
             after: `Change.number` of the last change that the caller has processed, -1 for none.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Forks: new requests that begin with a running request's rows, in all groups of layers or none."""
+"""Forks requests: new requests begin with a running request's rows, in all groups or none."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class _Fork:
         group: the group.
         parent: slot of the forked request, without a batch in flight.
         low: end of the pages that the parent already shares.
-        rows: tokens that each new slot begins with.
-        nbytes: size of these rows, per tensor.
+        rows: number of tokens that each new slot begins with.
+        nbytes: size of these rows in one tensor.
         full: the parent's pages below this are shared from now on.
         pages: end of each new slot's granted pages.
         slots: the new slots, without pages.
         goals: end of each new slot's mapped pages; see `Runs`.
-        job: counts the new pages.
+        job: the growth that counts the new pages.
     """
 
     group: Group
@@ -64,7 +64,7 @@ class _Fork:
     job: Growth | None = None
 
     def add(self, ops: OpBatch, edits: list[list[Any]], room: int | None, *, ahead: bool) -> None:
-        """Adds this group's part to the batch and the edits, which make all changes.
+        """Adds this group's part to the batch and to the edits, which together make all changes.
 
         The batch makes the parent's full pages read-only, maps them in each slot, and copies the
         rows after them to new pages.
@@ -81,7 +81,8 @@ class _Fork:
         counters = group.counters
         layout, size = group.layout, group.layout.page_size
         own: list[Held] = sharing.handles(parent, self.low, full) if full > self.low else []
-        # A request forked at many lengths has many parts; one handle for all saves operations.
+        # A request that was forked at many lengths has many parts; one handle for all of them saves
+        # operations.
         many = len(parent.span.parts) + len(own) > _FEW_PARTS
         all_handles = sharing.handles(parent, head, full) if many else []
         goals = [pages] * count
@@ -249,7 +250,7 @@ def fork_all(
 def _fork(parts: Sequence[_Fork], needs: Needs) -> bool:
     """Allocates the slots and runs the batch. Returns False, changing nothing, if memory is short.
 
-    Tries with surplus pages first, then without.
+    Tries with surplus pages first, then without them.
 
     Raises:
         NotRecoverable: a rollback failed; the message says whether the parent lost rows.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""One group of equal layers: its components, and how its slots are allocated, freed and shared."""
+"""One group of layers: its components, and how its slots are allocated, freed and shared."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _NEWCOMERS = 8  # one slot in this many keeps no prefix, so that new prompts fin
 
 @dataclass(frozen=True)
 class Parts:
-    """The result of `make_parts`.
+    """What a group is built from; created by `make_parts`.
 
     Attributes:
         context: allocates the pages.
@@ -92,7 +92,7 @@ def make_parts(
     limit = _limit_pages(config, layout, context, budget)
     if config.sparse:
         SPARSE.require(info, f"sparse, with pages of {info.granule} bytes")
-    # Pages larger than 2 MiB, the default alignment, need more alignment.
+    # The default alignment is 2 MiB; larger pages need more.
     reservation = Reservation(context, Outcome())
     journal.unrecorded[reservation] = None
     context.reserve(
@@ -110,7 +110,7 @@ def open_context(configs: Sequence[KVCacheConfig], backend: str, **options: Any)
     Args:
         configs: configurations of the groups.
         backend: name of the back end.
-        options: options of the context.
+        options: further options of `Context`.
     """
     page_size = configs[0].page_size
     packed = [one for one in configs if one.packed_slots and not one.state]
@@ -121,11 +121,11 @@ def open_context(configs: Sequence[KVCacheConfig], backend: str, **options: Any)
 
 
 def pool_low(config: KVCacheConfig) -> int:
-    """Returns the free bytes that an owned context's worker keeps in the pool, to save driver
-    calls.
+    """Returns how many bytes an owned context's worker keeps free in the pool.
 
-    One page per tensor for an eighth of the slots, but at most 256 MiB and a sixteenth of the
-    memory limit, since the memory is idle until a step needs it.
+    Free bytes in the pool save driver calls. The result is one page per tensor for an eighth of the
+    slots, but at most 256 MiB and at most a sixteenth of the memory limit, since the memory is idle
+    until a step needs it.
     """
     page_size = config.page_size or _DEFAULT_GRANULE
     tensors = config.tensors_per_layer * (config.num_layers // config.group_size)
@@ -152,12 +152,14 @@ def _limit_pages(
 
 
 class Group:
-    """One group of a cache's layers, all of the same shape. Not thread-safe: the caller holds the
-    cache's lock.
+    """One group of a cache's layers, all of the same shape.
+
+    Not thread-safe: the caller holds the cache's lock.
 
     Attributes:
         used_tokens: sum of `rows`.
-        token_bytes, page_bytes: total size in bytes of a token's rows, or of a page per tensor.
+        token_bytes, page_bytes: size in bytes of one token's rows and of one page, over all
+            tensors.
         clock: number of completed steps.
         mover: replaces pages with copies, possibly in other memory, at the same addresses.
         prefixes: recorded prefixes, shared by all groups of the cache.
@@ -167,8 +169,8 @@ class Group:
         window: unmaps pages that leave the sliding window; None: no window.
         reclaim_due: True if the next step must call `reclaim_idle`.
         unprepared: True if the next step must call `prepare`.
-        named: True if the last step had a length above 0, so that GPU work may be using a request;
-            set only in the first group.
+        named: True if some length in the last step was above 0, so that GPU work may be using a
+            request; set only in the first group.
         idle_step_work: if not `named`, events of earlier GPU work that may not be complete.
     """
 
@@ -215,7 +217,8 @@ class Group:
             self.window = Window(self.reclaimer, self.mover, config, unit, release, ops)
         self.prefixes, self.place = prefixes, place
         prefixes.join(self.sharing, self.window, self.scratch)
-        # By slot: the owner, and the pages per tensor that `step_async` left for a later call.
+        # For each slot, its owner and the number of pages per tensor that `step_async` left for a
+        # later call.
         self.left: dict[Slot, tuple[int, int]] = {}
         self.named = False
         self.idle_step_work: list[Any] = []
@@ -244,8 +247,10 @@ class Group:
     # ---- callers' arguments ----------------------------------------------------------------------
 
     def slot(self, reqid: int, *, taken: bool = True) -> Slot:
-        """Returns a slot; raises InvalidArgument if there is none or, with `taken`, if it is
-        free."""
+        """Returns a slot.
+
+        Raises InvalidArgument if there is no such slot or, with `taken`, if it is free.
+        """
         slots, index = self.table.slots, operator.index(reqid)
         if not 0 <= index < len(slots):
             last = len(slots) - 1
@@ -265,7 +270,7 @@ class Group:
         return slot
 
     def fit(self, seq_len: int) -> Slot | None:
-        """Chooses a free slot for a request of `seq_len` tokens (0: unknown), or None."""
+        """Returns a free slot for a request of `seq_len` tokens (0: unknown), or None."""
         length, longest = operator.index(seq_len), self.config.max_seq_len
         if not 0 <= length <= longest:
             raise invalid(
@@ -297,16 +302,18 @@ class Group:
         return self.clock, counters.steps_async, counters.short, self.table.changes
 
     def record_idle_step(self, stream: Any) -> None:
-        """Records that the last step had no lengths above 0; `stream`: the stream of the earlier
-        work."""
+        """Records that the last step had no lengths above 0.
+
+        `stream` is the stream of the earlier work.
+        """
         event = record(stream, self.device) if any(slot.active for slot in self.table) else None
         self.idle_step_work = [] if event is None else [event]
         self.named = False
 
     def release(self, slot: Slot, event: Any) -> None:
-        """Frees a slot; `event`: GPU work that may still touch it, None if complete.
+        """Frees a slot, without unmapping its pages; `reclaim_idle` does that.
 
-        Does not unmap pages; `reclaim_idle` does.
+        `event` is the GPU work that may still touch the slot, or None if that is complete.
         """
         if self.mover.moves:
             self.mover.abandon(slot)
@@ -343,7 +350,7 @@ class Group:
 
         Args:
             slot: the request's slot.
-            keep: pages per tensor.
+            keep: number of pages per tensor to keep.
             event: GPU work that may still touch the other pages; None if complete.
             written: mark the other pages as dirty.
         """
@@ -357,7 +364,7 @@ class Group:
     def disown_beyond(self, slot: Slot, length: int, event: Any) -> None:
         """Reduces a request to its first `length` rows and their pages.
 
-        `event`: GPU work that may still touch the other pages. The slot must have no batch in
+        `event` is the GPU work that may still touch the other pages. The slot must have no batch in
         flight.
         """
         pages = -(-self.layout.bytes_for(length) // self.layout.page_size)
@@ -368,7 +375,7 @@ class Group:
 
     @property
     def rows(self) -> array[int]:
-        """Rows that each slot holds, in tokens; 0 for free slots.
+        """The number of rows (in tokens) that each slot holds; 0 for free slots.
 
         Only `step` increases them; only `truncate` and the end of the request decrease them.
         """
@@ -404,20 +411,20 @@ class Group:
         """Updates the peaks of use and waste, and returns the current use by requests.
 
         Returns:
-            Physical device pages that requests own, and the bytes of device rows that hold tokens.
-            Shared rows count once; rows that left a window do not count.
+            The number of physical device pages that requests own, and the size in bytes of the rows
+            in these pages. Shared rows count once; rows that left a window do not count.
         """
         reclaimer, shared = self.reclaimer, self.reclaimer.shared
         off_device, elsewhere = 0, 0
         if any(reclaimer.off_device.values()):
-            if reclaimer.own_off_device is None:  # recounted only if it may have changed
+            if reclaimer.own_off_device is None:  # count again only if the result may have changed
                 reclaimer.own_off_device = self.own_off_device()
             off_device, slots = reclaimer.own_off_device
             elsewhere = sum(map(self._bytes_away, slots)) * self.layout.num_tensors
         # Shared pages count once; pages that are off the device or before a window do not count.
         less = reclaimer.slid + shared.uses + shared.off_device_uses - shared.used
         pages = self.pager.granted_pages - less - off_device
-        # Rows of all requests: one per token, or with a state one per request.
+        # Rows of all requests: one per token or, with a state, one per request.
         rows = sum(map(bool, self.rows)) if self.layout.state else self.used_tokens
         used = max(0, rows * self.token_bytes - elsewhere - less * self.page_bytes)
         if shared.used or shared.off_device_uses:
@@ -430,8 +437,7 @@ class Group:
         return pages * self.layout.num_tensors, used
 
     def own_off_device(self) -> tuple[int, list[Slot]]:
-        """Returns the off-device pages per tensor that requests own, and the slots that have
-        any."""
+        """Returns how many off-device pages per tensor requests own, and in which slots."""
         found = [
             (slot, self._own_away(slot)) for slot in self.table if slot.active and slot.tier_map
         ]
@@ -444,8 +450,10 @@ class Group:
         return [(low, high) for low, high, _ in tier_map.noted]
 
     def _bytes_away(self, slot: Slot) -> int:
-        """Returns the bytes per tensor of the slot's rows in `_own_away`; the last page may be
-        partial."""
+        """Returns how many bytes per tensor the slot's rows take in the `_own_away` pages.
+
+        The last page may be only partly filled.
+        """
         size, end = self.layout.page_size, self.layout.bytes_for(self.rows[slot.index])
         return sum(max(0, min(high * size, end) - low * size) for low, high in self._own_away(slot))
 
@@ -493,12 +501,11 @@ class Group:
         ]
 
     def keep(self, slot: Slot, first: int) -> None:
-        """Keeps a freed slot's shared pages mapped read-only for a later request that begins with
-        them.
+        """Keeps a freed slot's shared pages mapped, read-only, for a later request.
 
-        Does nothing with several ranks, whose timing differs; with `deferred_reclaim` or
-        `keep_mapped` off; if the slot is stale for another reason; or if more than half of the
-        mappings are used.
+        That request must begin with the rows that these pages hold. Does nothing if there are
+        several ranks, whose timing differs; if `deferred_reclaim` or `keep_mapped` is off; if the
+        slot is stale for another reason; or if more than half of the mappings are used.
 
         Args:
             slot: a slot freed in this call, whose shared pages are recorded.
@@ -558,7 +565,7 @@ class Group:
                 self.pager.release(slot)
             if slot.active:
                 self.release(slot, event)
-        # One batch per slot: the worker runs each after that slot's GPU work.
+        # Submit one batch per slot; the worker runs each of them after that slot's GPU work.
         for slot in self.table:
             if slot.rows_lost:
                 continue
@@ -578,11 +585,11 @@ class Group:
 
 
 def prepare(groups: Sequence[Group]) -> None:
-    """Keeps slots ready for new requests and, while memory is ample, maps `eager_pages` in one
-    slot.
+    """Keeps slots ready for new requests.
 
-    Growths that requests wait for have priority, except with several ranks, whose results must not
-    depend on the progress of background batches.
+    While memory is ample, this maps `eager_pages` pages per tensor in one slot. Growths that
+    requests wait for have priority, except with several ranks, whose results must not depend on the
+    progress of background batches.
     """
     wants, taken = [], 0
     for group in groups:
@@ -631,7 +638,7 @@ class Loan(NamedTuple):
 def free_on_abort(taken: Sequence[tuple[Group, Slot, int]]) -> None:
     """Makes the journal free the slots that this call is about to allocate, if it fails.
 
-    Waits for their batches. `taken`: the slots, and their owner numbers before the call.
+    Waits for the slots' batches. `taken` lists the slots and their owner numbers before the call.
     """
 
     def free() -> None:

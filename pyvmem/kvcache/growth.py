@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Growth of requests: which pages it maps and how it completes. runs.py chooses run lengths.
+"""Grows requests: maps their new pages and completes the growth. runs.py chooses run lengths.
 
 Every call of this module requires the cache's lock.
 """
@@ -68,7 +68,8 @@ class Pager:
     """Grows slots, in the calling thread or on the worker, and tracks the pages that requests own.
 
     Attributes:
-        columns: the slot records for C code, with the rows that slots hold and have pages for.
+        columns: the slot records for C code, including how many rows each slot holds and has pages
+            for.
         capacity: per slot, the number of rows that fit in the granted pages; 0 for free slots.
         growths: batches in flight, or finished but not yet completed by `settle`.
         granted_pages: pages per tensor granted to requests, summed over slots. Counts a shared page
@@ -76,7 +77,7 @@ class Pager:
         runs: chooses run lengths.
         ahead: a request with pages for fewer than `ahead` more rows gets more pages in the
             background.
-        page_bytes: total size in bytes of one page per tensor.
+        page_bytes: size in bytes of one page in every tensor.
         ops: the batch in which growths of all groups are built.
         array: the C array of the operations in `ops`.
     """
@@ -114,7 +115,7 @@ class Pager:
 
     @property
     def used_pages(self) -> int:
-        """Pages per tensor that requests own, in any tier; shared pages count once."""
+        """Number of pages per tensor that requests own, in any tier; shared pages count once."""
         reclaimer, shared = self.reclaimer, self.reclaimer.shared
         own = self.granted_pages - reclaimer.slid - shared.uses - shared.off_device_uses
         return own + shared.used
@@ -148,7 +149,7 @@ class Pager:
             )
         found = self.columns.scan(lens)
         if isinstance(found, int):
-            try:  # the lengths may be integers of numpy or torch
+            try:  # the lengths may be numpy or torch integers
                 lens = [operator.index(value) for value in lens]
             except TypeError:
                 raise invalid(f"seq_lens must hold whole numbers, not {lens!r:.80}") from None
@@ -158,13 +159,13 @@ class Pager:
         return found
 
     def wants(self, short: list[int]) -> list[tuple[Slot, int]]:
-        """Returns slots of the last `scan`, with the pages per tensor that each needs."""
+        """Returns the given slots of the last `scan`, with the pages per tensor that each needs."""
         slots, pages_for = self.reclaimer.table.slots, self.layout.pages_for
         needs = self.columns.needs
         return [(slots[index], pages_for(needs[index])) for index in short]
 
     def _bad_length(self, index: int, length: int) -> InvalidArgument:
-        """Returns the error for a length that no slot can hold, or for a free slot."""
+        """Returns the error for a length that no slot can hold or that is given for a free slot."""
         longest = self.layout.max_rows
         if 0 <= length <= longest:
             return invalid(
@@ -202,8 +203,8 @@ class Pager:
 
         Args:
             edits: the list to add edits to; see `Outcome`.
-            added: physical pages mapped.
-            reused: physical pages granted that were already mapped.
+            added: number of physical pages mapped.
+            reused: number of physical pages granted that were already mapped.
         """
         reclaimer, counters = self.reclaimer, self.counters
         held = reclaimer.device_pages + added
@@ -227,13 +228,15 @@ class Pager:
     def plan(
         self, want: Want, goals: Sequence[int] | None, after: list[Any]
     ) -> tuple[Growth, list[Piece]]:
-        """Adds to `ops` map operations for new pages, and those zero-fills of reused pages that
-        need not wait for GPU work.
+        """Adds map operations for new pages, and fills of reused pages, to `ops`.
+
+        Of the zero-fills, this adds only those that need not wait for GPU work.
 
         Args:
-            want: slots without a batch in flight, and the pages per tensor that each needs.
-            goals: pages per tensor to map for each, at least what it needs; None: exactly that.
-            after: list to add the GPU work to that the deferred fills must follow.
+            want: slots without a batch in flight, and how many pages per tensor each needs.
+            goals: for each slot, the pages per tensor to map, at least as many as it needs; None:
+                exactly as many as it needs.
+            after: a list, to which this adds the GPU work that the deferred fills must follow.
 
         Returns:
             The growth, not yet recorded, and the deferred fills.
@@ -270,7 +273,7 @@ class Pager:
         return job, late
 
     def fill(self, ops: OpBatch, pieces: Sequence[Piece]) -> int:
-        """Adds zero-fills to `ops`; returns their number of physical pages."""
+        """Adds zero-fills to `ops`; returns the number of physical pages that they fill."""
         size, tensors, pages = self.layout.page_size, self.layout.num_tensors, 0
         for slot, low, high in pieces:
             pages += (high - low) * tensors
@@ -281,15 +284,15 @@ class Pager:
     def settle(
         self, stream: Any = None, on_cpu: bool = False, lens: Sequence[int] | None = None
     ) -> None:
-        """Completes growths in flight: waits until mapped, and makes `stream` wait for fills.
+        """Completes growths in flight: waits for their mappings and makes `stream` wait for fills.
 
         Args:
             stream: the stream that will use the pages.
             on_cpu: wait on the CPU for fills and for earlier owners' work, regardless of `stream`.
-            lens: lengths of all slots; growths that no slot needs for these lengths are skipped.
+            lens: lengths of all slots; growths that no slot needs to reach its length are skipped.
 
         Raises:
-            VMemError: the first failure; failed growths were undone, the pages of the others are
+            VMemError: the first failure. Failed growths were undone; the other growths' pages are
                 granted.
         """
         first: VMemError | None = None
@@ -317,8 +320,10 @@ class Pager:
         )
 
     def is_mapped(self, slot: Slot, pages: int) -> bool:
-        """Returns whether a finished growth has mapped `pages` pages for the owner, not granted
-        yet."""
+        """Returns whether a finished growth has mapped `pages` pages for the slot's owner.
+
+        The pages are not granted to the owner yet.
+        """
         job = slot.job
         return (
             isinstance(job, Growth)
@@ -327,8 +332,9 @@ class Pager:
         )
 
     def release(self, slot: Slot) -> None:
-        """Waits until no batch is in flight on the slot's addresses; unmaps its pages if it is
-        stale.
+        """Waits until no batch is in flight on the slot's addresses.
+
+        If the slot is stale, this also unmaps its pages.
 
         Raises:
             VMemError: a batch failed, or the earlier owner's shared pages could not be unmapped.
@@ -380,8 +386,10 @@ class Pager:
                 self.reclaimer.errors.append(error)
 
     def unsettled(self, keep: Mapping[Slot, int], *, promoting: bool = True) -> int:
-        """Returns the pages that become available after the waits of `can_reclaim_for`: from
-        growths that no owner is waiting for, and from copies.
+        """Returns how many pages become available after the waits of `can_reclaim_for`.
+
+        They come from growths that no owner is waiting for, from copies and, with `promoting`, from
+        2 MiB entries that a step can split.
 
         Args:
             keep: slots, and the pages per tensor that each must keep.
@@ -396,7 +404,7 @@ class Pager:
         return pages + (self.splittable(keep) if promoting and self.layout.block else 0)
 
     def splittable(self, keep: Mapping[Slot, int]) -> int:
-        """Returns the physical pages that a step can unmap by splitting 2 MiB entries."""
+        """Returns how many physical pages a step can unmap by splitting 2 MiB entries."""
         if not self.layout.block:
             return 0
         pages = sum(slot.splittable_beyond(keep.get(slot, 0)) for slot in self.reclaimer.table)
@@ -409,7 +417,7 @@ class Pager:
 
         Returns False if none were freed.
 
-        `keep`: see `Reclaimer.make_room`; None: unmap nothing.
+        For `keep`, see `Reclaimer.make_room`; if it is None, nothing is unmapped.
         """
         reclaimer = self.reclaimer
         if (reclaimer.table.lockstep or not background) and self.runs.relieve():
@@ -426,8 +434,8 @@ class Pager:
     def _complete(self, job: Growth, stream: Any, on_cpu: bool = False) -> VMemError | None:
         """Waits for a growth, then grants its pages, or undoes it and returns the error.
 
-        `on_cpu`: also wait on the CPU for its fills and for earlier owners' work, because the
-        stream that will use the pages is unknown.
+        With `on_cpu`, this also waits on the CPU for its fills and for earlier owners' work,
+        because the stream that will use the pages is unknown.
         """
         device = None if on_cpu else self.device
         try:
@@ -437,7 +445,7 @@ class Pager:
         except VMemError as error:
             self._undo(job, error)
             return error
-        # if no owner is waiting, the slot keeps the events for its next owner
+        # If no owner is waiting, the slot keeps the events for its next owner.
         for event in job.handover if job.awaited else ():
             order_after(event, stream, device)
         edits = [] if job.granted else self._grant_edits(job)
@@ -466,8 +474,7 @@ class Pager:
         return None if short or job.quiet else error
 
     def _grant_edits(self, job: Growth) -> list[list[Any]]:
-        """Returns the edits that grant a growth's pages to those owners that still have their
-        slots."""
+        """Returns the edits that grant a growth's pages to owners that still have their slots."""
         edits: list[list[Any]] = []
         granted, capacity = self.granted_pages, self.layout.capacity
         for slot, owner, pages in job.grants:
@@ -494,7 +501,7 @@ class Pager:
         reclaimer, counters, zeroed = self.reclaimer, self.counters, self.counters.zeroed
         edits = self._retire_edits(job)
         if job.filling is not None and _failed(job.filling):
-            zeroed -= job.filling_pages  # the fills of pages that were mapped before
+            zeroed -= job.filling_pages  # fills of pages that were already mapped
         if job.mapping is not None and _failed(job.mapping):
             if isinstance(error, NotRecoverable):
                 reclaimer.mark_broken(job.pieces)
@@ -513,8 +520,7 @@ class Pager:
         self.journal.change([*edits, [counters, "zeroed", zeroed]])
 
     def under_way(self) -> tuple[int, int, int]:
-        """Returns the numbers of pages grown, reused and zeroed that are already counted but may
-        still fail."""
+        """Returns how many pages grown, reused and zeroed are counted but may still fail."""
         jobs = [job for job in self.growths if not job.granted and _may_fail(job, job.mapping)]
         fills = [job for job in self.growths if _may_fail(job, job.filling)]
         return (
@@ -529,12 +535,11 @@ Needs: TypeAlias = Sequence[tuple[Pager, int]]
 
 
 def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) -> bool:
-    """Grows the slots of the last scans by one map operation each, in one batch: a step's fast
-    path.
+    """The fast path of a step: grows slots by one map operation each, in one batch.
 
-    C plans the growth of each group, then one C call runs or submits the batch and, on success,
-    writes the records. With `background`, the batch is submitted but may not have finished when
-    this returns.
+    These are the slots that the last scans found. C plans the growth of each group, then one C call
+    runs or submits the batch and, on success, writes the records. With `background`, the batch is
+    submitted but may not have finished when this returns.
 
     Args:
         pagers: pagers of groups that have the same requests.
@@ -542,8 +547,8 @@ def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) ->
         ahead: see `Pager.grow_ahead`.
 
     Returns:
-        False if a slot needs more than one map operation, or memory or mappings are short: nothing
-        has changed; call `grow`.
+        False if a slot needs more than one map operation, or if memory or mappings are short.
+        Nothing has changed then, and the caller must call `grow`.
     """
     first = pagers[0]
     ops, array = first.ops, first.array
@@ -613,7 +618,7 @@ def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) ->
 
 
 def grow(wants: Sequence[tuple[Pager, Want]], *, background: bool, reclaim: bool = True) -> bool:
-    """Grows slots to the given pages, in all groups or none; `settle` completes it.
+    """Grows slots to the given numbers of pages, in all groups or none; `settle` completes it.
 
     One batch maps and zeroes for all groups. Pages that an earlier owner's GPU work may still touch
     are zeroed by a second batch after that work; no page is granted before the second batch is
@@ -641,7 +646,7 @@ def grow(wants: Sequence[tuple[Pager, Want]], *, background: bool, reclaim: bool
     while True:
         for pager, want in wants:
             for slot, _ in want:
-                # otherwise `release` has nothing to wait for
+                # For any other slot, `release` has nothing to wait for.
                 if slot.job is not None or slot.mapped > slot.granted:
                     pager.release(slot)
         needs = []
@@ -689,7 +694,7 @@ def _begin(parts: Sequence[_Part], after: list[Any], *, background: bool) -> VMe
     """Runs or submits the planned growths of all groups as one batch, and records them.
 
     Returns:
-        The shortage of memory or mappings that prevented it, with nothing changed; None: success.
+        None on success. If memory or mappings are short, the error; nothing has changed.
     """
     first = parts[0].pager
     ops, mapper = first.ops, first.mapper
@@ -762,7 +767,7 @@ def within_reach(needs: Needs, keep: Mapping[Slot, int]) -> int | None:
         keep: slots, and the pages per tensor that each must keep.
 
     Returns:
-        The bytes that must come from outside these groups; None: out of reach.
+        The number of bytes that must come from outside these groups; None if they are out of reach.
     """
     new, others = _beyond_own(needs, keep, later=True), _others(needs)
     if new is not None and others is not None:
@@ -774,10 +779,10 @@ def within_reach(needs: Needs, keep: Mapping[Slot, int]) -> int | None:
 
 
 def _beyond_own(needs: Needs, keep: Mapping[Slot, int], *, later: bool) -> int | None:
-    """Returns the bytes needed in addition to the groups' idle pages.
+    """Returns how many bytes are needed in addition to the groups' idle pages.
 
-    Returns None if the need exceeds a group's limit. `later`: also count as idle the pages that
-    `reclaim_for` would wait for.
+    Returns None if the need exceeds a group's limit. With `later`, the pages that `reclaim_for`
+    would wait for also count as idle.
     """
     new = 0
     for pager, pages in needs:
@@ -790,8 +795,10 @@ def _beyond_own(needs: Needs, keep: Mapping[Slot, int], *, later: bool) -> int |
 
 
 def _others(needs: Needs) -> Share | None:
-    """Returns the share of the budget whose `others` excludes all of these groups, or None
-    without a budget."""
+    """Returns the share of the budget whose `others` leaves out all of these groups.
+
+    Returns None without a budget.
+    """
     share = needs[0][0].reclaimer.share
     if share is None or len(needs) == 1:
         return share
@@ -826,7 +833,8 @@ def can_reclaim_for(needs: Needs, keep: Mapping[Slot, int]) -> bool:
 def reclaim_for(needs: Needs, keep: Mapping[Slot, int], *, more: bool = False) -> bool:
     """Reclaims unowned pages; returns whether the needed physical pages are free afterwards.
 
-    `more`: reclaim even if enough is free according to the records, because the driver has less.
+    With `more`, this reclaims even if enough is free according to the records, because the driver
+    has less.
 
     Raises:
         VMemError: unowned pages could not be unmapped.
@@ -839,7 +847,7 @@ def reclaim_for(needs: Needs, keep: Mapping[Slot, int], *, more: bool = False) -
         if first.room <= room and not _reclaim(needs, keep, more=more):
             for pager, _ in needs:
                 pager.reclaimer.raise_errors()
-            if first.table.lockstep:  # an error, because the other ranks did get their pages
+            if first.table.lockstep:  # raise, because the other ranks did get their pages
                 raise OutOfMemory(
                     "unowned pages could not be freed", errno=errno.ENOMEM, op="KVCache"
                 )
@@ -863,8 +871,8 @@ def reclaim_after(
         False if nothing was freed.
 
     Raises:
-        VMemError: `error`, with several ranks and nothing freed: the other ranks did get their
-            pages.
+        VMemError: `error` itself, if nothing was freed and there are several ranks, because the
+            other ranks did get their pages.
     """
     lockstep = needs[0][0].reclaimer.table.lockstep
     if isinstance(error, TooManyMappings):
@@ -877,8 +885,10 @@ def reclaim_after(
 
 
 def _reclaim(needs: Needs, keep: Mapping[Slot, int], *, more: bool) -> bool:
-    """Reclaims what each group lacks, then what the groups together lack. Returns False if
-    nothing was freed."""
+    """Reclaims what each group lacks, then what the groups together lack.
+
+    Returns False if nothing was freed.
+    """
     back, nbytes, first = False, 0, needs[0][0].reclaimer
     for pager, pages in needs:
         reclaimer = pager.reclaimer

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Keeps the rows of evicted prefixes in host memory, by sharing unit.
+"""Keeps the rows of evicted prefixes in host memory, one sharing unit per cell.
 
 A *cell* holds the rows of one unit in all tensors of all groups. All cells have the same size, so
 any cell can be reused for any unit. A unit's key is a digest of all tokens up to its end, so a
@@ -40,11 +40,11 @@ __all__ = ["FAILURES", "Going", "HostPrefixes", "Key", "unit_keys"]
 
 _log = logging.getLogger(__name__)
 
-_SLAB = 64 << 20  # bytes allocated and page-locked at a time, in about 20 ms
+_SLAB = 64 << 20  # bytes allocated and page-locked at a time; takes about 20 ms
 _DIGEST = 16  # bytes
 
 FAILURES = (VMemError, MemoryError, OSError, RuntimeError)
-"""Errors of a copy or of allocating host memory, after which rows are not kept or not loaded."""
+"""Errors from copying or from allocating host memory; the rows are then not kept or not loaded."""
 
 Key: TypeAlias = tuple[Hashable, bytes]
 """A namespace, and the digest of all tokens up to the end of a unit."""
@@ -54,7 +54,10 @@ Going: TypeAlias = tuple[Sequence[Span], Sequence[Key]]
 
 
 def unit_keys(ids: TokenIds, unit: int, first: int, last: int) -> list[Key]:
-    """Returns the keys of units [first, last) of a prompt; `unit`: tokens of each."""
+    """Returns the keys of units [first, last) of a prompt.
+
+    `unit` is the number of tokens per unit.
+    """
     width, data, digest, found = unit * ID_BYTES, ids.data, b"", []
     for at in range(last):
         digest = blake2b(digest + data[at * width : (at + 1) * width], digest_size=_DIGEST).digest()
@@ -71,14 +74,14 @@ class HostPrefixes:
 
     Args:
         layouts: layouts of the groups.
-        unit_pages: pages per tensor of a unit, in each group.
+        unit_pages: for each group, the number of pages per tensor in a unit.
 
     Attributes:
         limit: maximum size of all cells in bytes; 0: prefixes are not kept in host memory.
         step: number of units allocated, or stored by an idle cache, at a time.
-        stored, loaded: bytes copied so far.
-        dropped: bytes of rows that were lost because their cell was reused or they could not be
-            stored.
+        stored, loaded: bytes copied to and from host memory so far.
+        dropped: bytes of rows that were lost because their cell was reused or because they could
+            not be stored.
 
     Raises:
         InvalidArgument: the limit is less than the size of a cell, or numpy is missing.
@@ -121,10 +124,10 @@ class HostPrefixes:
     # ---- storing ---------------------------------------------------------------------------------
 
     def store(self, going: Sequence[Going]) -> None:
-        """Copies the rows of evicted units to cells, as many as fit.
+        """Copies the rows of evicted units to cells, for as many units as fit.
 
-        Units that cannot be copied now are lost: this does not wait for GPU work that may still
-        write their pages.
+        Units that cannot be copied now are lost, since this does not wait for GPU work that may
+        still write their pages.
 
         Args:
             going: evicted units, least recently used first.
@@ -134,7 +137,8 @@ class HostPrefixes:
             parts = (part for span in each for part in span.parts)
             if new and not any(prune(part.block.events) for part in parts):
                 self._store(each, keys, new)
-            # In reverse order, so that the cells of a prompt's last units are reused first.
+            # Record the units in reverse order, so that the cells of a prompt's last units are
+            # reused first.
             for key in reversed(keys):
                 if key in self._rows:
                     self._rows.move_to_end(key)
@@ -171,8 +175,10 @@ class HostPrefixes:
     # ---- loading ---------------------------------------------------------------------------------
 
     def find(self, ids: TokenIds, unit: int, begin: int, end: int) -> list[Key]:
-        """Returns the keys of consecutive units that are kept, from token `begin` up to at most
-        `end`."""
+        """Returns the keys of consecutive units that are kept, from token `begin` on.
+
+        The units end at token `end` at the latest.
+        """
         found: list[Key] = []
         first, last = begin // unit, end // unit
         for key in unit_keys(ids, unit, first, last) if self._rows and first < last else ():
@@ -184,7 +190,7 @@ class HostPrefixes:
         return found
 
     def drop(self, keys: Sequence[Key]) -> None:
-        """Drops units returned by `find`."""
+        """Drops the units whose keys `find` returned."""
         self._free += map(self._rows.pop, keys)
 
     def load(self, slots: Sequence[Slot], first: int, keys: Sequence[Key]) -> None:
@@ -212,15 +218,15 @@ class HostPrefixes:
         *,
         out: bool,
     ) -> None:
-        """Copies a group's rows of units between cells and tensors.
+        """Copies one group's rows between cells and tensors, unit by unit.
 
         Args:
             place: index of the group.
             addr: address of unit 0 in the first tensor.
             stride: bytes from one tensor to the next.
-            units: indices of the units; a long prefix has 100,000 units.
+            units: indices of the units; a long prefix may have 100,000 of them.
             cells: the cell of each unit, which holds the unit's rows tensor by tensor.
-            out: copy to the cells, not from them.
+            out: copy to the cells instead of from them.
         """
         import numpy as np
 
@@ -233,7 +239,7 @@ class HostPrefixes:
 
     def _take(self, count: int) -> list[int]:
         """Takes up to `count` cells that no key refers to, reusing the least recently used."""
-        # an interrupted call lost track of some cells
+        # An interrupted call may have lost track of some cells.
         if len(self._free) + len(self._rows) < len(self._cells):
             self._free = self._unused()
         found: list[int] = []

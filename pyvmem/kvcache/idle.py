@@ -29,14 +29,13 @@ def _activity(manager: Manager) -> list[tuple[int, int, int, int]]:
 
 
 class IdleThread:
-    """Trims a cache once per idle period, after `seconds` of idleness; stops when the cache is
-    closed.
+    """Trims a cache once per idle period, after `seconds` of idleness.
 
-    An idle engine makes no calls, so calls cannot detect that it is idle. The thread checks a few
-    times within `seconds` whether a request was allocated, freed or stepped, which costs those
-    calls nothing. Live pages are compacted slab by slab (`Context.compact`), with the lock released
-    between slabs: an incoming call waits for one slab (at most half of its pages are copied and
-    remapped) and stops the compaction.
+    The thread stops when the cache is closed. An idle engine makes no calls, so calls cannot detect
+    that it is idle. The thread checks a few times within `seconds` whether a request was allocated,
+    freed or stepped, which costs those calls nothing. Live pages are compacted slab by slab
+    (`Context.compact`), with the lock released between slabs: an incoming call waits for one slab
+    (at most half of its pages are copied and remapped) and stops the compaction.
 
     Errors from outside the cache, such as a torch error for an event, are logged the first time;
     the next check retries.
@@ -65,7 +64,7 @@ class IdleThread:
         start_new_thread(self._watch, ())
 
     def end(self) -> None:
-        """Tells the thread to stop; does not wait for it."""
+        """Tells the thread to stop, without waiting for it."""
         self._ended.set()
 
     def _watch(self) -> None:
@@ -79,7 +78,10 @@ class IdleThread:
         self.running = False
 
     def _look(self) -> None:
-        """Trims if there was no activity in the last checks. Keeps no reference to the cache."""
+        """Trims the cache if there was no activity in the last checks.
+
+        Keeps no reference to the cache between checks.
+        """
         manager = self._manager()
         if manager is None:
             self.end()
@@ -117,8 +119,10 @@ class IdleThread:
 
     @staticmethod
     def _store(manager: Manager) -> bool | None:
-        """Evicts prefixes to host memory. Returns True if more may be left to do, False when done,
-        None while GPU work is running."""
+        """Evicts prefixes to host memory.
+
+        Returns True if more may be left to do, False when done, and None while GPU work is running.
+        """
         config, prefixes = manager.groups[0].config, manager.groups[0].prefixes
         if not config.host_prefixes or not config.idle_prefixes:
             return False
@@ -128,11 +132,13 @@ class IdleThread:
 
     @staticmethod
     def _trim(manager: Manager) -> bool | None:
-        """Unmaps idle pages and gives empty slabs back to the driver. Returns False when done,
-        None while unmaps are in flight."""
+        """Unmaps idle pages and gives empty slabs back to the driver.
+
+        Returns False when done, and None while unmaps are in flight.
+        """
         groups, prefixes = manager.groups, manager.groups[0].config.idle_prefixes
         how = "host" if prefixes else False
-        # Begin in every group before checking the results.
+        # Begin unmapping in every group before checking the results.
         done = [begin_trim(group, how, kept=prefixes) for group in groups]
         if not all(done):
             return None
@@ -144,8 +150,10 @@ class IdleThread:
 
     @staticmethod
     def _compact(manager: Manager) -> bool | None:
-        """Compacts a slab if that is safe. Returns True if more may be left to do, False when done,
-        None while GPU work is running."""
+        """Compacts a slab if that is safe.
+
+        Returns True if more may be left to do, False when done, and None while GPU work is running.
+        """
         wanted = manager.groups[0].config.idle_compact
         if wanted is False or not manager.owns_context:
             return False

@@ -68,10 +68,10 @@ def snapshot(group: Group) -> list[SlotInfo]:
 
 
 def stats(group: Group) -> CacheStats:
-    """Returns the current state and the counters of a group."""
+    """Returns a group's current state and counters."""
     counters, reclaimer, layout = group.counters, group.reclaimer, group.layout
     counters.peak_mapped = max(counters.peak_mapped, reclaimer.device_pages)
-    active_pages, used = group.note_use()  # an interrupted call may have skipped it
+    active_pages, used = group.note_use()  # an interrupted call may have skipped this
     states = [_state(slot) for slot in group.table]
     calls, ns = counters.driver()
     waits = counters.waits.struct
@@ -165,7 +165,7 @@ def verify(groups: Sequence[Group]) -> None:
 
 
 def check(group: Group) -> list[str]:
-    """Describes every mismatch among a group's records and between them and libvmem."""
+    """Describes every mismatch within a group's records and between the records and libvmem."""
     found: list[str] = []
     table, pager, reclaimer, layout = group.table, group.pager, group.reclaimer, group.layout
     held = granted = slid = 0
@@ -262,7 +262,7 @@ def _check_pages(group: Group, slot: Slot) -> list[str]:
     """
     layout = group.layout
     size = layout.page_size
-    sure, end = slot.mapped, slot.mapped  # mapped below `sure`, not mapped from `end` on
+    sure, end = slot.mapped, slot.mapped  # pages below `sure` are mapped, from `end` on unmapped
     gone, job = slot.head, slot.job
     if isinstance(job, Slide):
         gone = job.lows[job.slots.index(slot)]
@@ -301,7 +301,7 @@ def _check_pages(group: Group, slot: Slot) -> list[str]:
 
 
 def _check_entries(group: Group, slot: Slot, start: int) -> list[str]:
-    """Returns, as text, unexpected 2 MiB entries past `slot.large_end` in the tensor at `start`."""
+    """Describes the unexpected 2 MiB entries past `slot.large_end` in the tensor at `start`."""
     layout, found = group.layout, []
     quiet = layout.block and slot.job is None
     for page in range(slot.large_end, slot.mapped, layout.block) if quiet else ():

@@ -47,7 +47,7 @@ class Made(Protocol):
 
 
 class Recoverable(Protocol):
-    """The records of one group, recovered by the journal."""
+    """The records of one group, which the journal recovers."""
 
     def failed(self, error: VMemError) -> None:
         """Records a failure that the next `step` raises."""
@@ -56,8 +56,9 @@ class Recoverable(Protocol):
 class Journal:
     """The undo log of all caches that use the same lock; only the lock's holder may use it.
 
-    A context manager to put around a cache's call. If a `VMemError` leaves the block, its raiser
-    has already restored the records; after any other exception, the journal does.
+    A context manager to put around a cache's call. If a `VMemError` leaves the block, the code that
+    raised it has already restored the records. After any other exception, the journal restores
+    them.
 
     Attributes:
         entries: the log; see the module's docstring.
@@ -77,8 +78,10 @@ class Journal:
     # ---- log entries of a call -------------------------------------------------------------------
 
     def change(self, edits: list[list[Any]]) -> None:
-        """Applies edits of the records (see `Outcome`), which are undone if the call is
-        interrupted."""
+        """Applies edits of the records (see `Outcome`).
+
+        They are undone if the call is interrupted.
+        """
         made: list[Any] = [False, edits]
         self.entries.append(made)
         _native.change(made)
@@ -94,10 +97,12 @@ class Journal:
     # ---- around a call ---------------------------------------------------------------------------
 
     def __enter__(self) -> bool:
-        """Begins a section. Returns False if it is nested in another section and joins it.
+        """Begins a section.
+
+        Returns False if the section is nested in another one, which it then joins.
 
         Raises:
-            Reentered: called by a finalizer or a signal handler in the middle of a call.
+            Reentered: a finalizer or a signal handler made the call in the middle of another call.
         """
         if self._caller is not None:
             if within(self._caller):

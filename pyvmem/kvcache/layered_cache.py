@@ -25,7 +25,7 @@ __all__ = ["LayeredCache", "cache_of", "check_arguments"]
 
 
 class LayeredCache(KVCache):
-    """A `KVCache` with one group per class of equal layers; the groups share reqids and steps.
+    """A `KVCache` with one group per kind of layer; the groups share reqids and steps.
 
     The groups share a budget. A call that changes a request takes effect in all groups or none.
     Slots are chosen by best fit in the group of the first layer. Prefixes are recorded in one tree,
@@ -38,7 +38,7 @@ class LayeredCache(KVCache):
         backend: as for `KVCache`.
         device: as for `KVCache`.
         budget: memory to share with other caches of its context; None: a new budget of
-            `memory_limit`.
+            `memory_limit` bytes.
         **policy: fields of `KVCacheConfig` that `LayerShape` does not have, for all groups.
             `group_size` must divide the number of layers of each class.
 
@@ -84,8 +84,10 @@ class LayeredCache(KVCache):
         return self.caches[place.part].k(place.member)
 
     def v(self, layer: int) -> torch.Tensor:
-        """Returns a layer's values, of `v_head_dim` elements; raises InvalidArgument if it has
-        none."""
+        """Returns a layer's values, whose heads have `v_head_dim` elements.
+
+        Raises InvalidArgument if the layer has none.
+        """
         place = self._rows_of(layer)[1]
         if place is None:
             raise invalid(f"layer {layer} stores no values")
@@ -146,8 +148,10 @@ def cache_of(
     budget: Budget | None = None,
     **policy: Any,
 ) -> KVCache:
-    """Creates a `KVCache` if all layers are equal, otherwise a `LayeredCache`, whose arguments it
-    takes."""
+    """Creates a `KVCache` if all layers are the same, or else a `LayeredCache`.
+
+    Takes the arguments of `LayeredCache`.
+    """
     layers = [*layers]
     counts = classes_of(layers)[0]
     kind, count = next(iter(counts.items()), (None, 0))
@@ -170,8 +174,9 @@ def check_arguments(
 
     Args:
         policy, given: as for `policy_of`.
-        layers, context, budget: as for `cache_of`; empty layers: not known yet.
-        backend: None: not chosen yet.
+        layers, context, budget: as for `cache_of`; if `layers` is empty, the layers are not known
+            yet.
+        backend: the back end; None if it is not chosen yet.
 
     Raises:
         InvalidArgument: an unknown option or back end, a value out of range, a `group_size` that

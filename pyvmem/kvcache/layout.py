@@ -8,10 +8,10 @@ One reservation holds all tensors, one after the other; each tensor holds all sl
     | slot 0 | slot 1 | ...            |              slot_bytes each
     | row 0 | row 1 | ...                             row_bytes each
 
-So the same pages of a slot in all tensors are `num_tensors` pieces, `tensor_bytes` apart, which one
-operation of a batch covers. The page size need not be a multiple of the row size (384 bytes in 64
-KiB): rows may cross page boundaries, and a slot of n pages holds ``n * page_size // row_bytes``
-full rows.
+So a slot's pages, taken over all tensors, are `num_tensors` pieces that lie `tensor_bytes` apart,
+and one operation of a batch covers all of them. The page size need not be a multiple of the row
+size (64 KiB is not a multiple of 384 bytes). Rows may therefore cross page boundaries, and a slot
+of n pages holds ``n * page_size // row_bytes`` full rows.
 
 With a state (`KVCacheConfig.state`), a slot is a single row, mapped from the first token on. The
 request's tokens are still counted, but more tokens never need more pages.
@@ -32,7 +32,7 @@ __all__ = ["BLOCK_BYTES", "Layout"]
 BLOCK_BYTES = 2 << 20
 """Bytes mapped by a large entry of the GPU's page tables."""
 
-_MAX_ADDRESSES = 1 << 47  # user address space of an x86-64 process
+_MAX_ADDRESSES = 1 << 47  # size of an x86-64 process's user address space
 
 
 def _round_up(value: int, unit: int) -> int:
@@ -61,8 +61,8 @@ class Layout:
         num_tensors: two (K, then V) for every `group_size` layers, or one (`tensors_per_layer`).
         row_bytes: size in bytes of a token's row, or of the state, in one tensor.
         state: a slot is a single row, however many tokens the request holds.
-        max_rows: maximum tokens of a slot.
-        slot_pages: pages per tensor of a full slot.
+        max_rows: maximum number of tokens in a slot.
+        slot_pages: number of pages per tensor in a full slot.
         slot_bytes: distance between slots in a tensor.
         tensor_bytes: distance between tensors.
         total_bytes: size of the reservation in bytes.
@@ -71,9 +71,9 @@ class Layout:
         capacity: function from a number of pages per tensor to the longest sequence that fits.
 
     Args:
-        config: the shapes.
+        config: gives the shapes.
         page_size: page size in bytes.
-        entries: the context has 2 MiB entries for small pages (`Caps.LARGE_ENTRIES`).
+        entries: True if the context has 2 MiB entries for small pages (`Caps.LARGE_ENTRIES`).
 
     Raises:
         InvalidArgument: the cache needs more address space than a process has; or packed slots are
@@ -131,12 +131,14 @@ class Layout:
         )
 
     def bytes_for(self, seq_len: int) -> int:
-        """Returns the bytes per tensor of a slot's first `seq_len` tokens."""
+        """Returns how many bytes a slot's first `seq_len` tokens take in each tensor."""
         return self.row_bytes * (min(1, seq_len) if self.state else seq_len)
 
     def pages_for(self, seq_len: int) -> int:
-        """Returns the pages per tensor for `seq_len` tokens and the rows that decoding
-        over-reads."""
+        """Returns how many pages per tensor `seq_len` tokens need.
+
+        This includes the rows after them that decoding over-reads.
+        """
         if seq_len <= 0:
             return 0
         rows = 1 if self.state else min(seq_len + self.overread, self.max_rows)
@@ -147,7 +149,7 @@ class Layout:
         return max(seq_len, min(seq_len + self.guard, self.max_rows)) if seq_len > 0 else 0
 
     def pages_for_step(self, held: int, seq_len: int) -> int:
-        """Returns the pages per tensor that a step from `held` to `seq_len` tokens needs."""
+        """Returns how many pages per tensor a step from `held` to `seq_len` tokens needs."""
         prefill = seq_len - held > PREFILL_TOKENS
         return self.pages_for(self.guarded(seq_len) if prefill else seq_len)
 
@@ -158,8 +160,10 @@ class Layout:
         return self.max_rows if rows >= self.max_rows else max(0, rows - self.overread)
 
     def window_page(self, seq_len: int) -> int:
-        """Returns the first page in the window of a sequence of `seq_len` tokens; 0 without a
-        window."""
+        """Returns the first page in the window of a sequence of `seq_len` tokens.
+
+        Returns 0 if there is no window.
+        """
         config = self.config
         if not config.window:
             return 0
@@ -171,7 +175,10 @@ class Layout:
         return tensor * self.tensor_bytes + slot * self.slot_bytes + page * self.page_size
 
     def describe(self, place: Any, base: int) -> None:
-        """Writes the layout into a struct pyvmem_place for `Columns`; `base`: slot 0's address."""
+        """Writes the layout into a struct pyvmem_place for `Columns`.
+
+        `base` is slot 0's address.
+        """
         place.base = base
         place.tensors = self.num_tensors
         place.prefill = PREFILL_TOKENS

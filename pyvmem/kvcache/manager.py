@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
 """The groups of layers of a cache, and the lock and the journal that its calls use.
 
-A cache of equal layers has one group. Each call enters the `Manager`'s lock and journal, gets the
-groups from it and passes them to a function that acts on all of them or none: `requests`, `steps`,
-`admission`, `forks`, `prefix_alloc`, `truncation`, `tiers`, `swap`, `trim`.
+A cache whose layers all have the same shape has one group. Each call enters the `Manager`'s lock
+and journal, gets the groups from the manager and passes them to a function that acts on all of them
+or none: `requests`, `steps`, `admission`, `forks`, `prefix_alloc`, `truncation`, `tiers`, `swap`,
+`trim`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Manager:
 
     Args:
         name: name of the cache's class, for errors.
-        whole: the policy, with the memory limits of all groups together.
+        whole: the policy, with the memory limits for all groups together.
         configs: one per group, without memory limits, since the groups share a budget. None: a
             single group with configuration `whole`.
         context: the context to use; None: the budget's context or, without a budget, a new context
@@ -158,11 +159,11 @@ class Manager:
         return self.groups
 
     def only(self, what: str, alone: str = "") -> Group:
-        """Returns the only group of a cache of equal layers.
+        """Returns the group of a cache that has only one.
 
         Raises:
-            NotSupported: there are several groups; or `alone` is given and there are several ranks,
-                which have agreed on what `alone` names.
+            NotSupported: there are several groups; or there are several ranks and `alone` is given,
+                the name of something that the ranks have agreed on.
         """
         reason = ""
         if len(self.groups) > 1:

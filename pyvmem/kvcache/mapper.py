@@ -50,7 +50,8 @@ class Mapper:
             edits: changes to the records; see `Outcome`.
             ops: the batch.
             after: GPU work that the batch waits for.
-            ticket: a new ticket, to submit the batch with; None: run it in the calling thread.
+            ticket: a new ticket to submit the batch with; None: run the batch in the calling
+                thread.
             late: as for `Context.submit`.
             waits: as for `Context.batch`.
 
@@ -87,7 +88,7 @@ class Mapper:
         count: int,
         stride: int,
     ) -> None:
-        """Drops part of a handle and applies the edits; on failure nothing has changed."""
+        """Drops part of a handle and applies the edits; if it fails, nothing has changed."""
         outcome = Outcome(edits)
         self.journal.entries.append(outcome)
         pages.drop_range(offset, size, count, stride, outcome)
@@ -105,7 +106,7 @@ class Mapper:
         return self.context.query(addr)
 
     def join(self, addr: int, size: int) -> int:
-        """See `Context.join`; if interrupted, it may have joined some runs."""
+        """See `Context.join`; if interrupted, it may have joined some of the runs."""
         self.journal.made()
         return self.context.join(addr, size)
 
@@ -118,7 +119,7 @@ class Mapper:
             size: size of each piece in bytes.
             addresses: device addresses of the pieces: a list or a numpy array.
             host: buffers that hold the pieces back to back.
-            out: copy to host memory, not from it.
+            out: copy to host memory instead of from it.
         """
         if not len(addresses):
             return
@@ -161,8 +162,8 @@ class Mapper:
 class Scratch:
     """Provides temporary reservations; reuses the last one, since most moves have the same size.
 
-    They are plain if the back end supports that: visible addresses are scarce, and only libvmem
-    accesses the temporary ones.
+    The reservations are plain if the back end supports that, since visible addresses are scarce and
+    only libvmem accesses temporary reservations.
 
     Args:
         mapper: the group's mapper.
@@ -173,7 +174,7 @@ class Scratch:
         self._mapper = mapper
         self._align = max(align, 2 << 20)
         self._kept: Reservation | None = None
-        self._full: list[Reservation] = []  # reservations whose pages could not be unmapped yet
+        self._full: list[Reservation] = []  # those whose pages could not be unmapped yet
 
     def take(self, nbytes: int) -> Reservation:
         """Returns at least `nbytes` of unmapped addresses, freed after the call unless recorded.
@@ -205,10 +206,9 @@ class Scratch:
     def give_mapped(
         self, addresses: Reservation, nbytes: int, edits: Sequence[list[Any]] = ()
     ) -> None:
-        """Unmaps the first `nbytes` and takes back the addresses for reuse; retries a failed unmap
-        later.
+        """Unmaps the first `nbytes` and takes back the addresses for reuse.
 
-        `edits` are applied in either case.
+        If the unmap fails, it is retried later. `edits` are applied in either case.
         """
         ops = OpBatch(1)
         ops.unmap(addresses.addr, nbytes)

@@ -42,7 +42,7 @@ from pyvmem.memory.reservation import Reservation
 __all__ = ["Mover", "Promoter"]
 
 REACH = 8 << 30
-"""Bytes that a GPU's TLBs cover with 64 KB entries (benchmarks/kernels, on a full card). In a
+"""Bytes that a GPU's TLBs cover with 64 KB entries (benchmarks/kernels, with a full GPU). In a
 smaller cache, larger entries save no time, while joining costs some."""
 
 _log = logging.getLogger(__name__)
@@ -52,10 +52,10 @@ class Mover:
     """The moves of a group, at most one per slot. The caller holds the cache's lock.
 
     Attributes:
-        moves: by slot, moves that have started but not yet replaced the pages.
+        moves: for each slot, the move that has started but not yet replaced the pages.
         cancelled: cancelled moves whose scratch pages are freed when their copies are complete.
-        joined: by slot index, the first pages of joined blocks that have not changed since, each
-            with the number of blocks that the slot had at that time.
+        joined: for each slot index, the first pages of the joined blocks that have not changed
+            since, each with the number of blocks that the slot had when the block was joined.
         copied: like `joined`, for blocks that a promotion copied.
         device: CUDA ordinal; None if the pages are CPU memory.
     """
@@ -78,7 +78,7 @@ class Mover:
     # ---- the first phase -------------------------------------------------------------------------
 
     def begin(self, move: Move, after: Sequence[Any], *, background: bool) -> None:
-        """Allocates the new pages and copies to them, or has the worker do so.
+        """Allocates the new pages and copies to them, in this thread or on the worker.
 
         The caller must have checked that memory is available and that the slot has no other move.
 
@@ -104,8 +104,10 @@ class Mover:
             raise
 
     def _counts(self, here: int, off_device: Mapping[Tier, int]) -> list[list[Any]]:
-        """Returns the edits that subtract scratch pages per tensor from the counts; negative
-        numbers add them."""
+        """Returns the edits that subtract scratch pages from the counts.
+
+        The numbers are pages per tensor; negative numbers add pages.
+        """
         counters, edits = (
             self._counters,
             self._reclaimer.free_edits(here, off_device, reclaimed=False),
@@ -166,8 +168,7 @@ class Mover:
             raise
 
     def _swap(self, move: Move, after: list[Any]) -> None:
-        """Replaces the old pages with the new ones and unmaps the scratch addresses, in one
-        batch."""
+        """Replaces the old pages with the new ones and unmaps the scratch addresses."""
         slot, counters, pages, large_end = move.slot, self._counters, 0, move.slot.large_end
         off_device: Counter[Tier] = Counter()
         for low, high, _ in move.stretches:  # count the old pages, which will be freed
@@ -220,8 +221,8 @@ class Mover:
     def abandon(self, slot: Slot) -> None:
         """Cancels a slot's move. Blocks only if another batch is in flight on the slot.
 
-        No page of the slot may be unmapped until the copies are complete; making an empty `Unmap`
-        the slot's job ensures that.
+        No page of the slot may be unmapped until the copies are complete. To ensure that, the
+        slot's job is set to an empty `Unmap`.
         """
         move = self.moves.get(slot)
         if move is None:
@@ -266,14 +267,17 @@ class Mover:
             self.finish(slot, work)
 
     def promoting(self) -> int:
-        """Returns the device pages per tensor held by copies that `stop_promoting` cancels."""
+        """Returns how many device pages per tensor are held by copies for promotions.
+
+        `stop_promoting` cancels these copies.
+        """
         return sum(move.here() for move in self.moves.values() if move.promotes)
 
     def stop_promoting(self, *, wait: bool = True) -> bool:
         """Cancels promotions; returns whether there were any.
 
-        `wait`: wait for their copies, so that their memory is free and their slots can grow.
-        Otherwise promotions of slots with a batch in flight continue.
+        With `wait`, this waits for their copies, so that their memory is free and their slots can
+        grow. Otherwise promotions of slots with a batch in flight continue.
         """
         slots = [slot for slot, move in self.moves.items() if move.promotes]
         found = bool(slots or self.cancelled)
@@ -363,14 +367,14 @@ class Mover:
                 move.addresses.leave()
 
     def moving(self, slot: Slot) -> int:
-        """Returns the pages per tensor of a slot that its move will change."""
+        """Returns how many of a slot's pages per tensor its move will change."""
         move = self.moves.get(slot)
         if move is None:
             return 0
         return move.pages
 
     def pages(self) -> tuple[int, dict[Tier, int]]:
-        """Returns the scratch pages per tensor: on the device, and off the device by tier."""
+        """Returns the number of scratch pages per tensor on the device, and off it by tier."""
         here = 0
         off_device: dict[Tier, int] = {}
         for move in (*self.moves.values(), *self.cancelled):
@@ -388,8 +392,7 @@ class MovePlanner:
         self._layout = reclaimer.layout
 
     def place(self, move: Move) -> int:
-        """Assigns scratch offsets to the pages; returns the size of the scratch addresses
-        needed."""
+        """Assigns scratch offsets to the pages; returns the size of the scratch addresses."""
         layout = self._layout
         unit = max(1, layout.block)
         move.first = move.stretches[0][0] // unit * unit
@@ -458,7 +461,7 @@ class MovePlanner:
 
 
 class Promoter:
-    """Promotes 2 MiB blocks that have grown page by page, so that one entry maps each.
+    """Promotes 2 MiB blocks that have grown page by page, so that one entry maps each block.
 
     Once its last row is written a block is only read, so its entries may be replaced. Physically
     contiguous pages are joined, which suffices if they are aligned to 2 MiB. Other blocks, and
@@ -474,10 +477,10 @@ class Promoter:
         self._layout = layout = reclaimer.layout
         self._unit = layout.block
         self._kept = config.window_tile
-        # Ranks that must agree make no copies: they would free them at different times.
+        # Ranks that must agree make no copies, since they would free them at different times.
         self._copies = not reclaimer.table.lockstep
-        # Per slot, the length at which to check again. Only a hint: it may delay a promotion, not
-        # prevent it.
+        # For each slot, the length at which to check again. This is only a hint: a wrong length may
+        # delay a promotion but not prevent it.
         self._next = [0] * config.max_batch
 
     def step(self, lens: Sequence[int], stream: Any) -> None:
@@ -508,12 +511,11 @@ class Promoter:
                 self._next[index] = -(-done * size // layout.row_bytes) + self._kept
 
     def forget_edits(self, slot: Slot, page: int = 0) -> list[list[Any]]:
-        """Returns the edits to make when a slot's pages from `page` on change owner or may be
-        rewritten."""
+        """Returns the edits for pages, from `page` on, that change owner or may be rewritten."""
         return [*self._mover.forget_edits(slot, page), [self._next, slot.index, 0]]
 
     def _room(self) -> int:
-        """Returns how many blocks fit the free memory above the watermark."""
+        """Returns how many blocks fit into the free memory above the watermark."""
         need = self._unit * self._layout.num_tensors
         return max(0, (self._reclaimer.free - self._reclaimer.low_pages) // need)
 
@@ -536,7 +538,7 @@ class Promoter:
     def _begin(self, slot: Slot, runs: list[int], copies: list[int], work: PriorWork) -> int:
         """Starts promoting blocks, given by their first pages; returns their number.
 
-        Copies only as many blocks as fit the free memory above the watermark.
+        Copies only as many blocks as fit into the free memory above the watermark.
         """
         unit = self._unit
         new = [(low, low + unit, DEVICE) for low in copies[: self._room()] if self._copies]
@@ -558,8 +560,7 @@ class Promoter:
         return len(runs) + copied
 
     def _blocks(self, slot: Slot, held: int) -> tuple[list[int], list[int]]:
-        """Returns the first pages of full blocks: of contiguous blocks to join, and of blocks to
-        copy."""
+        """Returns the first pages of the contiguous blocks to join and of the blocks to copy."""
         layout, unit = self._layout, self._unit
         joined = self._mover.joined.get(slot.index, ())
         runs: list[int] = []

@@ -51,7 +51,7 @@ __all__ = [
 
 
 class Tier(NamedTuple):
-    """The memory that pages are in: a location and, for a peer, its CUDA ordinal (otherwise 0)."""
+    """Where pages are: a location and, for a peer, its CUDA ordinal (otherwise 0)."""
 
     location: Location
     device: int = 0
@@ -73,7 +73,7 @@ class TierMap:
     """The intervals of a slot's off-device pages, in order. Immutable.
 
     Attributes:
-        noted: the intervals.
+        noted: the intervals, each with its tier.
     """
 
     __slots__ = ("noted",)
@@ -85,7 +85,7 @@ class TierMap:
         return bool(self.noted)
 
     def put(self, *stretches: Stretch) -> TierMap:
-        """Returns a copy in which pages [low, high) of each stretch are in the stretch's tier."""
+        """Returns a copy in which the pages of each stretch are in the stretch's tier."""
         noted = self.noted
         for low, high, tier in stretches:
             if noted or tier != DEVICE:
@@ -168,7 +168,7 @@ class Block:
         off_device: True if `tier` is not device memory.
         gone: for each page, whether it was returned to the pool.
 
-    `holders`: number of requests that initially hold and use all pages.
+    `holders` is the number of requests that initially hold and use all pages.
     """
 
     __slots__ = ("events", "gone", "handle", "off_device", "pages", "refs", "tier", "users")
@@ -193,7 +193,7 @@ class Block:
 
     @property
     def live(self) -> int:
-        """The number of pages per tensor not yet returned to the pool."""
+        """The number of pages per tensor that were not returned to the pool yet."""
         return self.pages - sum(self.gone)
 
 
@@ -210,8 +210,8 @@ class Span:
 
     Attributes:
         parts: the parts, each of consecutive pages of one block.
-        pages: pages per tensor in all parts.
-        unit_pages: pages per tensor of a sharing unit.
+        pages: number of pages per tensor in all parts together.
+        unit_pages: number of pages per tensor in a sharing unit.
     """
 
     __slots__ = ("pages", "parts", "unit_pages")
@@ -242,7 +242,8 @@ class Span:
     def split(self, units: int, missing: int = 0) -> tuple[Span, Span]:
         """Splits the span after the first `units` sharing units; called by `PrefixTree`.
 
-        `missing`: number of first pages that are not in this span because they left a window.
+        `missing` is the number of pages at the start that are not in this span because they left a
+        window.
         """
         return self.part(max(0, units * self.unit_pages - missing))
 
@@ -255,7 +256,7 @@ class Span:
         return Span(parts + more, other.unit_pages)
 
     def stretches(self, first: int = 0) -> list[Stretch]:
-        """Returns the tiers of its pages, for a slot that maps the span from page `first` on."""
+        """Returns the span's stretches in a slot that maps it from page `first` on."""
         found, at = [], first
         for block, low, high in self.parts:
             found.append((at, at + high - low, block.tier))
@@ -300,10 +301,10 @@ class SharedPages:
         """Returns the edits for requests that start or stop using shared pages.
 
         Args:
-            uses: by span, the change in the number of requests that use its pages; spans must be
-                held.
-            holds: by span, the change in the number of holders. Pages that drop to 0 become
-                `unheld`.
+            uses: for each span, the change in the number of requests that use its pages; the spans
+                must be held.
+            holds: for each span, the change in the number of its holders. Pages whose count drops
+                to 0 become `unheld`.
             new: new blocks, whose handles this object owns from now on.
         """
         edits: list[list[Any]] = []
@@ -323,7 +324,7 @@ class SharedPages:
                     else:
                         numbers[low:high] = after
                     if name == "refs":
-                        if 0 in after:  # a page's count drops to 0 only once
+                        if 0 in after:  # a page's count can drop to 0 only once
                             for part in _unheld(block, low, after):
                                 edits.append([self.unheld, part, None])
                     elif block.off_device:
@@ -379,8 +380,10 @@ class SharedPages:
         return found
 
     def leaving(self, spans: Sequence[Span]) -> int:
-        """Counts the device pages that only these spans hold, so that dropping the spans frees
-        them."""
+        """Counts the device pages that only these spans hold.
+
+        Dropping the spans frees these pages.
+        """
         held: dict[Block, list[int]] = {}
         for block, low, high in (part for span in spans for part in span.parts):
             if not block.off_device:
@@ -395,7 +398,7 @@ class SharedPages:
         """Returns unheld pages to the pool and applies `edits`.
 
         Raises:
-            OutOfMemory: no heap memory for the handle's bookkeeping; nothing has changed.
+            OutOfMemory: there is no heap memory for the handle's bookkeeping; nothing has changed.
         """
         block, low, high = part
         journal, pages = self._mapper.journal, high - low
@@ -424,8 +427,10 @@ class SharedPages:
         self.pages = self.used = self.uses = self.off_device_uses = 0
 
     def check(self, held: list[Span], used: list[Span]) -> list[str]:
-        """Compares the counts with the spans that are held and used; returns contradictions as
-        text."""
+        """Compares the counts with the spans that are held and used.
+
+        Returns a description of each contradiction.
+        """
         found = []
         for name, spans in (("refs", [*held, self.lent]), ("users", used)):
             want: dict[Block, list[int]] = {block: [0] * block.pages for block in self.blocks}

@@ -81,7 +81,7 @@ def _load(groups: Sequence[Group], slots: Sequence[Slot], match: PrefixMatch) ->
     want = [(group.pager, [(slot, group.layout.pages_for(length))]) for group, slot in both]
     if grow(want, background=False):
         for group in groups:
-            group.pager.settle(on_cpu=True)  # a growth that runs out of memory is rolled back
+            group.pager.settle(on_cpu=True)  # rolls back a growth that ran out of memory
     keys = prefixes.in_host(match)  # evictions by `grow` may have replaced some units
     length = held + len(keys) * prefixes.unit
     if not keys or any(slot.granted < group.layout.pages_for(length) for group, slot in both):
@@ -99,7 +99,8 @@ def _load(groups: Sequence[Group], slots: Sequence[Slot], match: PrefixMatch) ->
 def _count_prompt(group: Group, prompt: tuple[int, int, bool], by: int) -> None:
     """Counts a prompt: its tokens, the recorded tokens, and whether these were still mapped.
 
-    Done last and through the journal, so that an interrupted call is not counted.
+    Callers do this last, and it goes through the journal, so that an interrupted call is not
+    counted.
     """
     counters, (asked, held, resumed) = group.counters, prompt
     counters.last_prompt = prompt
@@ -139,7 +140,7 @@ def _begin_with(
         spans: the match's pages in each group.
         slots: the slots that the request gets in each group.
         reader: the work that will read the pages.
-        kept: some or all of these pages are mapped in the slots.
+        kept: True if some or all of these pages are already mapped in the slots.
 
     Returns:
         True if all of the pages were still mapped; None if memory is short, with nothing changed.
@@ -168,8 +169,10 @@ def _begin_with(
 
 
 def kept_slots(groups: Sequence[Group], spans: Sequence[Span], length: int) -> list[Slot] | None:
-    """Returns, per group, the free kept slot with most of a prefix mapped, or None if no slot
-    has any of it mapped."""
+    """Returns the free kept slot, one per group, that has the most pages of a prefix mapped.
+
+    Returns None if no slot has any of them mapped.
+    """
     stale = groups[0].table.stale
     if not stale:
         return None
@@ -190,10 +193,11 @@ def kept_slots(groups: Sequence[Group], spans: Sequence[Span], length: int) -> l
 
 
 def empty_slots(groups: Sequence[Group]) -> list[Slot] | None:
-    """Returns, per group, the free slot that will be empty soonest.
+    """Returns the free slot, one per group, that will be empty soonest.
 
     Returns None if no slot is free, or if emptying it would wait for an earlier owner's GPU work.
-    Several ranks do wait, since the progress of that work may differ between them.
+    With several ranks the slot is returned anyway, since the progress of that work may differ
+    between them.
     """
     found = groups[0].table.emptiest(1)
     if not found:

@@ -84,7 +84,7 @@ _NO_IDS = TokenIds(())
 
 
 class _Spans:
-    """Pages of consecutive units in every group of layers: the payload of a tree node.
+    """The payload of a tree node: pages of consecutive units in every group of layers.
 
     Attributes:
         each: a span for each group; with a window, it may have only the last pages.
@@ -141,7 +141,7 @@ class PrefixMatch(Scoped):
 
     Attributes:
         length: number of tokens matched, a multiple of the sharing unit; 0: none.
-        asked: number of tokens of the prompt.
+        asked: number of tokens in the prompt.
         in_host: number of following tokens whose rows are in host memory
             (`KVCacheConfig.host_prefixes`). `alloc_prefix` loads them if memory is not short. They
             are not leased.
@@ -156,8 +156,10 @@ class PrefixMatch(Scoped):
     ids: TokenIds = field(default=_NO_IDS, repr=False)
 
     def release(self) -> None:
-        """Ends the lease, so the prefix may be evicted. No effect if the match was used.
-        Idempotent."""
+        """Ends the lease, so that the prefix may be evicted. Idempotent.
+
+        Has no effect if the match was used.
+        """
         self._owner.drop(self._lease)
 
     _leave = release
@@ -189,8 +191,10 @@ class Leases:
         return bool(self._open)
 
     def has(self, lease: Lease) -> bool:
-        """True if a lease still pins its node: it was neither ended nor undone after an
-        exception."""
+        """True if a lease still pins its node.
+
+        That is, the lease was neither ended nor undone after an exception.
+        """
         return lease in self._open
 
     def add(self, node: Node[_Spans]) -> Lease:
@@ -259,8 +263,8 @@ class PrefixCache:
 
     Attributes:
         tree: prefixes by token ids; each group's spans are held in its `Reclaimer.shared`.
-        unit: tokens per sharing unit.
-        unit_pages: for each group, pages per tensor of a sharing unit.
+        unit: number of tokens per sharing unit.
+        unit_pages: for each group, the number of pages per tensor in a sharing unit.
         leases: the leases, which protect matched prefixes from eviction.
         host: the rows of evicted prefixes in host memory.
     """
@@ -330,13 +334,18 @@ class PrefixCache:
         return self._restores
 
     def shares(self, slot: Slot, tokens: Any, namespace: Hashable = None) -> bool:
-        """Returns whether `record` would share pages, after the work that writes them."""
+        """Returns whether `record` would share pages.
+
+        It must then wait for the work that writes them.
+        """
         _, each, _, units = self._look(slot, tokens, namespace)
         return any(units * unit > one.shared for _, one, unit in each)
 
     def _firsts(self, slot: Slot) -> list[tuple[int, int]]:
-        """Returns, for each group with a window, its index and the first page whose rows the
-        request holds."""
+        """Returns the first page whose rows the request holds, for each group with a window.
+
+        Each item is a group's index and the page.
+        """
         found = []
         for place in self._sliding:
             group, window = self._groups[place], self._windows[place]
@@ -345,7 +354,7 @@ class PrefixCache:
         return found
 
     def record_last(self, slot: Slot, tokens: Any, event: Any, namespace: Hashable = None) -> bool:
-        """Records the rows of a slot that is about to be freed; `event`: its last GPU work.
+        """Records the rows of a slot that is about to be freed; `event` is its last GPU work.
 
         Returns:
             True if the slot's shared pages are the recorded pages, so that a request that begins
@@ -404,7 +413,10 @@ class PrefixCache:
         return ids, each, found, units
 
     def require(self, what: str) -> None:
-        """Raises NotSupported if a group cannot share prefixes; `what`: the call, for the error."""
+        """Raises NotSupported if a group cannot share prefixes.
+
+        `what` names the call in the error.
+        """
         for group in self._groups:
             group.require(PREFIXES, what)
         self._supported = self._groups[0].mapper.context.info
@@ -412,7 +424,7 @@ class PrefixCache:
     def _insert(
         self, each: Sequence[tuple[Sharing, Slot, int]], ids: TokenIds, found: Match[_Spans]
     ) -> tuple[Node[_Spans], int]:
-        """Records the rows that a request shares; `found`: the part that the tree already has.
+        """Records the rows that a request shares; `found` is the part that the tree already has.
 
         Returns:
             The node of the last recorded unit, and the number of tokens up to its end.
@@ -517,14 +529,15 @@ class PrefixCache:
         return match
 
     def in_host(self, match: PrefixMatch) -> list[Key]:
-        """Returns the keys of the units after a match that are still in host memory; marks them as
-        used."""
+        """Returns the keys of the units after a match that are still in host memory.
+
+        Marks these units as used.
+        """
         end = match.length + match.in_host
         return self.host.find(match.ids, self.unit, match.length, end)
 
     def _ends(self, found: Match[_Spans]) -> int:
-        """Returns the length of the longest part of a match that ends where every group has its
-        window."""
+        """Returns the length of the longest part of a match whose window every group has."""
         units, before = found.length // self.unit, -1
         while units != before:
             before = units
@@ -533,10 +546,12 @@ class PrefixCache:
         return units * self.unit
 
     def _end(self, place: int, parts: Sequence[tuple[_Spans, int]], units: int) -> int:
-        """Returns the largest number of units, up to `units`, after which a group has its window,
-        or 0."""
+        """Returns the largest number of units, up to `units`, whose window a group has.
+
+        Returns 0 if there is none.
+        """
         unit, layout = self.unit_pages[place], self._layouts[place]
-        runs: list[tuple[int, int]] = []  # maximal ranges of present pages
+        runs: list[tuple[int, int]] = []  # the longest ranges of pages that are present
         end = 0
         for spans, _ in parts:
             low, end = end + spans.missing(place), end + spans.pages * unit
@@ -553,11 +568,12 @@ class PrefixCache:
     def wanted(
         self, tokens: Any, leave: int, namespace: Hashable = None
     ) -> tuple[PrefixMatch, int]:
-        """Matches and leases the recorded part of a prompt; returns the match and the prompt's
-        length.
+        """Matches and leases the recorded part of a prompt.
 
-        Raises InvalidArgument for bad tokens or more than `max_seq_len`, and PrefixEvicted if
-        `tokens` is a match whose prefix was evicted.
+        Returns the match and the prompt's length.
+
+        Raises InvalidArgument for bad tokens or for more than `max_seq_len` of them, and
+        PrefixEvicted if `tokens` is a match whose prefix was evicted.
         """
         if isinstance(tokens, PrefixMatch):
             self.renew(self.own(tokens))
@@ -599,7 +615,7 @@ class PrefixCache:
     def _span(self, place: int, node: Node[_Spans], length: int) -> Span:
         """Returns a group's pages of the first `length` tokens on the path to a node.
 
-        With a window, only the pages of the window that are recorded.
+        With a window, returns only those pages of the window that are recorded.
         """
         unit = self.unit_pages[place]
         pages = length // self.unit * unit
@@ -615,7 +631,7 @@ class PrefixCache:
         return found.slice(first - low, pages - low)
 
     def kept_pages(self, place: int, match: PrefixMatch) -> int:
-        """Returns the pages per tensor that a request saves by beginning with the match."""
+        """Returns how many pages per tensor a request saves by beginning with the match."""
         if not match.length:
             return 0
         if place in self._sliding:  # pages before the window stay unmapped
@@ -632,8 +648,8 @@ class PrefixCache:
         Bytes freed in other groups also count, since the groups share a budget.
 
         Returns:
-            The pages per tensor that are freed, now or when the batches that unmap them are
-            complete.
+            The number of pages per tensor that are freed, now or once the batches that unmap them
+            are complete.
         """
         self.leases.collect()
         if not self._restores:
@@ -653,7 +669,8 @@ class PrefixCache:
     def evict_all(self, leased: bool = False, forget: bool = False) -> None:
         """Evicts every prefix that no request pins.
 
-        `leased`: end leases first; `forget`: also drop the prefixes in host memory.
+        With `leased`, all leases are ended first. With `forget`, the prefixes in host memory are
+        dropped as well.
         """
         self.leases.collect()
         if leased:
@@ -668,11 +685,11 @@ class PrefixCache:
         The tree drops its references to all of their pages before the first call into the context,
         so an interruption leaves either all or none of the pages held.
 
-        `store`: copy their rows to host memory, if prefixes are kept there.
+        With `store`, their rows are copied to host memory if prefixes are kept there.
 
         Returns:
-            The bytes freed, now or when batches in flight are complete; None: nothing could be
-            evicted.
+            The number of bytes freed, now or once batches in flight are complete; None if nothing
+            could be evicted.
         """
         back, found = 0, self.tree.evict(units, whole=whole)
         reclaimers = [group.reclaimer for group in self._groups]
@@ -701,14 +718,13 @@ class PrefixCache:
         return bool(holders)
 
     def leased(self, place: int) -> int:
-        """Returns the pages per tensor that no request uses but that leases protect from
-        eviction."""
+        """Returns how many pages per tensor are used by no request but protected by leases."""
         if not self.leases:
             return 0
         return self._kept_pages(place, self.leases.kept())
 
     def _kept_pages(self, place: int, nodes: Iterable[Node[_Spans]]) -> int:
-        """Returns a group's pages per tensor that these nodes hold and no request uses."""
+        """Counts a group's pages per tensor that these nodes hold and no request uses."""
         shared = self._groups[place].reclaimer.shared
         return shared.kept(node.span.each[place] for node in nodes)
 
@@ -719,7 +735,7 @@ class PrefixCache:
         return [node.span.each[place] for node in self.tree]
 
     def pages(self, place: int) -> int:
-        """Returns the number of a group's recorded pages per tensor."""
+        """Returns how many pages per tensor of a group are recorded."""
         if place in self._sliding:
             return sum(span.pages for span in self.spans(place))
         return self.tree.tokens // self.unit * self.unit_pages[place]

@@ -6,9 +6,9 @@ deepest node first, so a node follows its children, and eviction normally finds 
 A node at the front that cannot be evicted (pinned, an ancestor of a pinned node, or out of order
 after an interrupted use) is moved to the end. So the ancestors of a pinned node need no mark.
 
-Ids are compared in *units*, the smallest number of tokens that requests can share: fewer would end
-in the middle of a page. A node holds a run of units, and the caller's *span* for them (the pages
-with their keys and values). Children are keyed by the first unit of their runs:
+Ids are compared in *units*. A unit is the smallest number of tokens that requests can share; fewer
+tokens would end in the middle of a page. A node holds a run of units, and the caller's *span* for
+them (the pages with their keys and values). Children are keyed by the first unit of their runs:
 
     root --[system prompt: 6 units]--+--[question A: 2 units]
                                      +--[question B: 3 units]--[next turn: 4 units]
@@ -83,16 +83,17 @@ class TokenIds:
 
     @classmethod
     def of(cls, tokens: Any, namespace: Hashable = None) -> TokenIds:
-        """Returns `tokens` itself if it is a `TokenIds` in that namespace, otherwise converts
-        it."""
+        """Returns `tokens` itself if it is a `TokenIds` in that namespace, or else converts it."""
         if isinstance(tokens, cls) and (namespace is None or namespace == tokens.namespace):
             return tokens
         return cls(tokens, namespace)
 
     @classmethod
     def from_bytes(cls, data: bytes, namespace: Hashable = None) -> TokenIds:
-        """Creates ids from native 32-bit words. Raises InvalidArgument if `data` is not a multiple
-        of 4 bytes."""
+        """Creates ids from native 32-bit words.
+
+        Raises InvalidArgument if the size of `data` is not a multiple of 4 bytes.
+        """
         if len(data) % ID_BYTES:
             raise invalid(f"{len(data)} bytes are not a whole number of ids of {ID_BYTES} bytes")
         out = object.__new__(cls)
@@ -133,7 +134,7 @@ def _namespace(tokens: Any, namespace: Hashable) -> Hashable:
         same = bool(namespace == namespace)
     except (TypeError, ValueError, RuntimeError):
         same = False
-    if not same:  # such as NaN or an array, which are useless as keys
+    if not same:  # for example NaN or an array, which are useless as keys
         raise invalid(f"namespace {_brief(namespace)} does not equal itself")
     own = tokens.namespace if isinstance(tokens, TokenIds) else None
     if own is None or namespace is None or namespace == own:
@@ -144,7 +145,7 @@ def _namespace(tokens: Any, namespace: Hashable) -> Hashable:
 def _encode(tokens: Any) -> bytes:
     if isinstance(tokens, TokenIds):
         return tokens.data
-    if hasattr(tokens, "is_floating_point"):  # a torch tensor; numpy has no bfloat16
+    if hasattr(tokens, "is_floating_point"):  # torch tensor; numpy has no bfloat16
         if tokens.is_floating_point():
             raise invalid(f"token ids must be whole numbers, not a tensor of {tokens.dtype}")
         tokens = tokens.detach().cpu().numpy()
@@ -213,11 +214,11 @@ class Span(Protocol):
 
     @property
     def pages(self) -> int:
-        """The number of pages of the span; must not change while it is in the tree."""
+        """The number of pages in the span; must not change while the span is in the tree."""
         ...
 
     def split(self: S, units: int) -> tuple[S, S]:
-        """Splits into spans of the first `units` units and of the remaining units, both not empty.
+        """Splits off the first `units` units; neither of the two spans returned is empty.
 
         Together they hold the pages of the original, which is not used again. Must not fail, or
         `PrefixTree.evict` would lose spans already evicted.
@@ -370,7 +371,8 @@ def walk(
 def _common(data: bytes, at: int, end: int, run: bytes, width: int) -> int:
     """Counts the units that a run and the ids have in common; the first unit must match.
 
-    Bisects: compares half of the range in one comparison, then continues in one of the halves.
+    This is a bisection: one comparison covers half of the range, and the search goes on in one of
+    the halves.
     """
     low, high = 1, min(len(run), end - at) // width
     while low < high:
@@ -496,11 +498,10 @@ class PrefixTree(Generic[S]):
     # ---- pins ------------------------------------------------------------------------------------
 
     def cut_at(self, node: Node[S], length: int) -> Node[S]:
-        """Returns the node of a path that ends with the last full unit within `length`, or the
-        root.
+        """Returns the node of a path that ends with the last full unit within `length`.
 
-        Splits a run that continues past that unit, so that a pin on the node keeps no more than
-        needed.
+        Returns the root if there is none. Splits a run that continues past that unit, so that a pin
+        on the node keeps no more than needed.
         """
         end = length // self.unit * self.unit
         while node.parent is not None and node.parent.end >= end:
@@ -550,16 +551,15 @@ class PrefixTree(Generic[S]):
     # ---- evicting -------------------------------------------------------------------------------
 
     def replace(self, node: Node[S], span: S) -> None:
-        """Replaces a node's span with one of as many pages; the caller then owns the old span."""
+        """Replaces a node's span with one of the same size; the caller then owns the old span."""
         self._change([[node, "span", span]])
 
     def evict(self, pages: int, *, whole: bool = False) -> list[S]:
         """Evicts leaves, least recently used first, until `pages` pages have left the tree.
 
         The last leaf loses only as many units at its end as necessary, unless `whole` is set.
-
-        Returns the evicted spans, in order, which the caller then owns; fewer pages than requested
-        if all others are pinned. Raises InvalidArgument if `pages` is negative.
+        Returns the evicted spans, in order, which the caller then owns. They have fewer pages than
+        requested if all others are pinned. Raises InvalidArgument if `pages` is negative.
         """
         if pages < 0:
             raise invalid(f"pages is {pages}; it must not be negative")
@@ -583,7 +583,7 @@ class PrefixTree(Generic[S]):
         return len(self._order)
 
     def __contains__(self, node: Node[S]) -> bool:
-        """True if the node is in this tree and is not a root."""
+        """Returns whether the node is in this tree and is not a root."""
         return node in self._order
 
     def __iter__(self) -> Iterator[Node[S]]:
@@ -594,13 +594,13 @@ class PrefixTree(Generic[S]):
             yield from nodes
 
     def check(self) -> list[str]:
-        """Checks the tree's invariants; describes each violation. Visits all nodes."""
+        """Returns a description of each violated invariant of the tree. Visits all nodes."""
         return _check(self)
 
     # ---- inside ----------------------------------------------------------------------------------
 
     def _note_gone(self, node: Node[S], stay: int, edits: list[list[Any]]) -> None:
-        """Appends the edit that adds a change: the leaf has lost all but its first `stay` units."""
+        """Appends the edit that notes that a leaf has lost all but its first `stay` units."""
         if self.changes is not None:
             first = node.end // self.unit - node.units + stay
             edits.append(self._note(False, node.tokens(), first))
@@ -675,7 +675,7 @@ class PrefixTree(Generic[S]):
         return node
 
     def _unlink(self, node: Node[S]) -> S:
-        """Removes a node without children and pins; returns its span."""
+        """Removes a node that has no children and no pins; returns its span."""
         parent = node.parent
         assert parent is not None
         edits: list[list[Any]] = [
@@ -692,8 +692,7 @@ class PrefixTree(Generic[S]):
         return node.span
 
     def _cut(self, leaf: Node[S], pages: int) -> S:
-        """Removes a leaf, or only its last units if these hold `pages` pages; returns their
-        span."""
+        """Removes a leaf, or only its last units if these hold `pages` pages; returns the span."""
         held = leaf.span.pages
         stay = leaf.units - -(-pages * leaf.units // held) if held > pages else 0
         if not stay:

@@ -38,22 +38,24 @@ __all__ = ["Reclaimer", "wait_for_unmaps"]
 
 _log = logging.getLogger(__name__)
 
-_SLICE_S = 0.0005  # time to wait for one of several unmaps before checking the next
+_SLICE_S = 0.0005  # seconds to wait for one of several unmaps before checking the next
 
 
 class Evictable(Protocol):
-    """Recorded prefixes: their pages can be evicted while no request uses them."""
+    """Recorded prefixes, whose pages can be evicted while no request uses them."""
 
     def evict(self, place: int, pages: int) -> int:
-        """Evicts until `pages` pages per tensor are freed, or as many as possible; returns the
-        number."""
+        """Evicts prefixes until `pages` pages per tensor are freed, or as many as possible.
+
+        Returns the number of pages per tensor freed.
+        """
 
     def leased(self, place: int) -> int:
-        """Returns the pages per tensor that no request uses but that cannot be evicted."""
+        """Returns how many pages per tensor are used by no request but cannot be evicted."""
 
 
 class Share(Protocol):
-    """A cache's part of a budget shared by several caches. Sizes are bytes."""
+    """A cache's part of a budget that several caches share. Sizes are in bytes."""
 
     def room(self) -> int:
         """Returns the number of bytes that the other caches currently leave for this cache."""
@@ -62,7 +64,7 @@ class Share(Protocol):
         """Returns the size of the budget."""
 
     def within_reach(self) -> int:
-        """Returns what `room` would be if the other caches returned all unowned pages."""
+        """Returns what `room` would return if the other caches gave back all unowned pages."""
 
     def others(self) -> list[Reclaimer]:
         """Returns the reclaimers of the other caches."""
@@ -80,26 +82,25 @@ class Share(Protocol):
         """Cancels promotions in the other caches; returns whether there were any."""
 
     def unsettled(self, *, promoting: bool = True) -> int:
-        """Returns the bytes above their floors that the other caches would free after a wait."""
+        """Returns how many bytes above their floors the other caches would free after a wait."""
 
     def leaving(self) -> int:
         """Returns how many bytes the other caches will free by unmapping evicted prefixes."""
 
     def excluding(self, own: Collection[Reclaimer]) -> Share:
-        """Returns the same share, with `own` not counted among the other caches."""
+        """Returns a copy of the share whose `others` leaves out the reclaimers in `own`."""
 
     def begin_unmaps(self, nbytes: int, keep: Mapping[Slot, int], *, now: bool = True) -> None:
-        """Makes the other caches start unmapping unowned pages until `nbytes` are being
-        unmapped."""
+        """Makes the other caches start unmapping unowned pages, enough to free `nbytes`."""
 
     def evict(self, nbytes: int) -> int:
         """Makes the other caches evict `nbytes` of recorded prefixes that no request uses.
 
-        Returns the bytes freed.
+        Returns the number of bytes freed.
         """
 
     def beyond(self) -> int:
-        """Returns how much the budget could still grow; may be out of date."""
+        """Returns how many bytes the budget could still grow by; may be out of date."""
 
     def take(self, nbytes: int) -> None:
         """Grows the budget by up to `nbytes`, as much as possible without waiting."""
@@ -108,7 +109,7 @@ class Share(Protocol):
         """Posts a shortage of `nbytes` to other processes, if the budget cannot cover it."""
 
     def engines(self) -> list[tuple[str, int]]:
-        """Returns the name and number of driver mappings of every other engine in the ledger."""
+        """Returns every other engine that holds driver mappings, with the number that it holds."""
 
     def check(self) -> list[str]:
         """Returns a description of each inconsistency in the budget's records."""
@@ -127,11 +128,11 @@ class Reclaimer:
         shared: refcounts of shared pages.
         unmaps: unmaps in flight, or finished but not yet recorded.
         errors: failures of background batches, still to be raised by a call.
-        slid: pages per tensor that have left the windows of running requests.
-        coming: pages per tensor in `unmaps`.
+        slid: number of pages per tensor that have left the windows of running requests.
+        coming: number of device pages per tensor that `unmaps` will free.
         share: the cache's part of a budget; None: the cache has no budget.
-        block: pages per 2 MiB block if memory is allocated in such blocks (`Runs.provide`);
-            otherwise 0.
+        block: number of pages per 2 MiB block if memory is allocated in such blocks
+            (`Runs.provide`); otherwise 0.
     """
 
     def __init__(
@@ -165,16 +166,18 @@ class Reclaimer:
 
     @property
     def low_pages(self) -> int:
-        """Number of free physical pages below which memory is scarce: see
-        `KVCacheConfig.low_watermark`."""
+        """Number of free physical pages below which memory is scarce.
+
+        See `KVCacheConfig.low_watermark`.
+        """
         return int(self.watermark * self.limit)
 
     def evict(self, pages: int) -> int:
-        """Evicts prefixes until `pages` pages per tensor are freed; returns the number freed."""
+        """Evicts prefixes until `pages` pages per tensor are freed; returns how many were freed."""
         return self._prefixes.evict(self._place, pages)
 
     def leased(self) -> int:
-        """Returns the pages per tensor that no request uses but that cannot be evicted."""
+        """Returns how many pages per tensor are used by no request but cannot be evicted."""
         return self._prefixes.leased(self._place)
 
     def unmap(self, slot: Slot, keep: int, now: bool = False) -> None:
@@ -184,9 +187,10 @@ class Reclaimer:
         MiB entries that the owner uses in part, since GPU work may be reading them.
 
         Args:
-            slot: without a batch in flight.
-            keep: pages per tensor to keep.
-            now: the caller will wait for the unmap, so if the queue is full, run it in this thread.
+            slot: a slot without a batch in flight.
+            keep: number of pages per tensor to keep.
+            now: True if the caller will wait for the unmap; it then runs in this thread if the
+                queue is full.
 
         Raises:
             TooManyBatches, OutOfMemory: the batch could not be queued; nothing has changed.
@@ -215,7 +219,7 @@ class Reclaimer:
         """Returns the record edits for a batch that unmaps a slot's pages from `low` on.
 
         Args:
-            slot: without a batch in flight.
+            slot: a slot without a batch in flight.
             low: first page to unmap.
             keep: the new value of the slot's `mapped`.
             ticket: the batch's ticket.
@@ -256,7 +260,7 @@ class Reclaimer:
             self.finish(slot.job)
 
     def _run(self, slot: Slot, low: int, keep: int) -> None:
-        """Unmaps in this thread; a failure is recorded, as for a background batch."""
+        """Unmaps in this thread; records a failure, as for a background batch."""
         try:
             edits = self._unmap_edits(slot, low, keep, DoneTicket())
             self.mapper.commit(edits, self._ops, slot.events)
@@ -300,10 +304,10 @@ class Reclaimer:
         return True
 
     def _add_unmap(self, ops: OpBatch, slot: Slot, low: int, high: int) -> None:
-        """Adds to `ops` the unmap of pages [low, high) of a slot.
+        """Adds the operation that unmaps pages [low, high) of a slot to `ops`.
 
-        A 2 MiB entry that is only partly in the range is split, so no work may be reading any of
-        it.
+        A 2 MiB entry that is only partly in the range is split, so no GPU work may be reading any
+        of its pages.
         """
         layout = self.layout
         size, stride = layout.page_size, layout.tensor_bytes
@@ -311,7 +315,10 @@ class Reclaimer:
         ops.unmap(at, nbytes, layout.num_tensors, stride, split=True)
 
     def failed(self, slot: Slot | None, error: VMemError) -> None:
-        """Records that pages could not be unmapped; `slot` None: pages that left windows."""
+        """Records that a slot's pages could not be unmapped.
+
+        If `slot` is None, they are pages that left the windows of slots.
+        """
         self.errors.append(error)
         whose = "windows" if slot is None else f"reqid {slot.index}"
         warn(_log, "unmap", "pages of %s could not be unmapped: %s", whose, error)
@@ -350,14 +357,14 @@ class Reclaimer:
             return
         except VMemError as error:
             self.failed(slot, error)
-            # the unmap was rolled back: the pages are still mapped
+            # The unmap was rolled back: the pages are still mapped.
             if not isinstance(error, NotRecoverable):
                 edits += (
                     [slot, "head", unmap.head],
                     [slot, "kept", False],
                     [slot, "tier_map", slot.tier_map.put(*unmap.tier_map.noted)],
                     [slot, "mapped", unmap.high],
-                    # `dirty` may have increased since the unmap began
+                    # `dirty` may have increased since the unmap began.
                     [slot, "dirty", max(slot.dirty, unmap.dirty)],
                     [slot, "span", span + slot.span],
                 )
@@ -423,8 +430,10 @@ class Reclaimer:
         self.unref(before)
 
     def unref(self, span: Span) -> None:
-        """Drops a reference to each page of the span; pages without further references return to
-        the pool."""
+        """Drops a reference to each page of the span.
+
+        Pages without further references return to the pool.
+        """
         self.journal.change(self.shared.use_edits({}, {span: -1}))
         self.drop_unheld()
 
@@ -440,8 +449,7 @@ class Reclaimer:
     def free_edits(
         self, pages: int, off_device: Mapping[Tier, int], *, reclaimed: bool = True
     ) -> list[list[Any]]:
-        """Returns the edits for pages that leave the cache: on the device, and off the device by
-        tier."""
+        """Returns the edits for pages that leave the cache, on the device and, by tier, off it."""
         tensors, counters = self.layout.num_tensors, self.counters
         edits = [
             [self, "device_pages", self.device_pages - pages * tensors],
@@ -510,8 +518,10 @@ class Reclaimer:
         self.drop_unheld()
 
     def raise_errors(self) -> None:
-        """Raises the oldest failure of a background batch, if any; its text gives the number of
-        others."""
+        """Raises the oldest failure of a background batch, if any.
+
+        Its text says how many more batches failed.
+        """
         if not self.errors:
             return
         first, *others = self.errors
@@ -535,7 +545,7 @@ class Reclaimer:
 
     @property
     def projected_free(self) -> int:
-        """`free`, plus the pages that the budget could still get; compared with the watermark."""
+        """`free` plus the pages that the budget could still get; compared with the watermark."""
         if self.share is None:
             return self.free
         room = self.share.room() + self.share.beyond()
@@ -567,9 +577,10 @@ class Reclaimer:
         """Reclaims up to `pages` physical pages and waits for them. Returns False if it freed none.
 
         Slots' pages are reclaimed before prefixes are evicted: regaining a page costs a driver
-        call, regaining a prefix means computing it again. In both steps, this cache comes before
-        the other caches of its budget. Prefixes are evicted only once all spare pages of slots are
-        back, so the choice of prefixes does not depend on the progress of background batches.
+        call, while regaining a prefix means computing it again. In both steps, this cache comes
+        before the other caches of its budget. Prefixes are evicted only once all spare pages of
+        slots are back, so the choice of prefixes does not depend on the progress of background
+        batches.
 
         Args:
             pages: physical pages.
@@ -590,7 +601,7 @@ class Reclaimer:
             missing -= self.returning * size
             if share is not None and missing > 0 and lent > 0:
                 share.begin_unmaps(min(missing, lent), keep)
-                lent -= share.returning()  # by the next iteration, all of this is back
+                lent -= share.returning()  # all of this is back by the next iteration
             if not any(one.unmaps for one in reclaimers):
                 break
             with self.counters.waiting():
@@ -610,7 +621,7 @@ class Reclaimer:
 
     @property
     def leaving(self) -> int:
-        """Number of physical pages of evicted prefixes that unmapping slots will free."""
+        """Number of physical pages of evicted prefixes that are freed once slots are unmapped."""
         return self.shared.leaving(self._going()) * self.layout.num_tensors
 
     def _going(self) -> list[Span]:
@@ -621,8 +632,8 @@ class Reclaimer:
     def begin_unmaps(self, pages: int, keep: Mapping[Slot, int], *, now: bool = True) -> None:
         """Starts unmapping until `pages` physical pages are being unmapped.
 
-        `now`: see `unmap`. May start too little, since a slot with an unmap in flight cannot lose
-        more pages until that is complete.
+        For `now`, see `unmap`. This may start too little, since a slot with an unmap in flight
+        cannot lose more pages until that unmap is complete.
         """
         self.release_stale(now=now)
         pending = self.returning
@@ -641,11 +652,12 @@ class Reclaimer:
         *,
         now: bool,
     ) -> int:
-        """Starts unmapping pages of `slots` until `pages` are being unmapped; `pending` already
-        are.
+        """Starts unmapping pages of `slots` until `pages` physical pages are being unmapped.
+
+        `pending` physical pages are being unmapped already.
 
         Returns:
-            The number of pages being unmapped afterwards.
+            The number of physical pages being unmapped afterwards.
         """
         tensors = self.layout.num_tensors
         for slot in slots:
@@ -661,10 +673,10 @@ class Reclaimer:
         return pending
 
     def _share_of(self, slot: Slot, spare: int, missing: int) -> int:
-        """Returns how many of a slot's `spare` pages per tensor to unmap: at least `missing` if
-        possible.
+        """Returns how many of a slot's `spare` pages per tensor to unmap.
 
-        A free slot loses full blocks, so that another request can map them with 2 MiB entries.
+        This is at least `missing` if possible. A free slot loses full blocks, so that another
+        request can map them with 2 MiB entries.
         """
         take = min(spare, missing)
         if self.block and not slot.active:
@@ -673,15 +685,18 @@ class Reclaimer:
 
     @property
     def room(self) -> int:
-        """Bytes free in the budget, ignoring the cache's own limit; without a budget, bytes free
-        below that limit."""
+        """Bytes free in the budget or, without a budget, below the cache's own limit.
+
+        With a budget, the cache's own limit is ignored.
+        """
         if self.share is None:
             return (self.limit - self.device_pages) * self.layout.page_size
         return self.share.room()
 
     def spare(self, keep: Mapping[Slot, int]) -> int:
-        """Returns the unowned device pages per tensor, excluding pages being unmapped."""
-        # Includes the surplus of slots with an unmap in flight, to be unmapped after that one.
+        """Returns how many device pages per tensor are unowned, without those being unmapped."""
+        # This includes the surplus of slots with an unmap in flight, which can be unmapped after
+        # that.
         spare = self.table.columns.spare
         for slot in keep:
             job = slot.job
@@ -704,13 +719,11 @@ class Reclaimer:
         return own + self.idle(keep)
 
     def idle(self, keep: Mapping[Slot, int]) -> int:
-        """Returns the number of physical pages that no request owns, including pages being
-        unmapped."""
+        """Returns how many physical pages no request owns, including those being unmapped."""
         return self.returning + self.spare(keep) * self.layout.num_tensors
 
     def release_below(self, free_pages: int) -> None:
-        """Starts unmapping free slots until `free_pages` physical pages are free or being
-        unmapped."""
+        """Starts unmapping free slots until `free_pages` pages are free or being unmapped."""
         missing = free_pages - self.projected_free - self.returning
         tensors = self.layout.num_tensors
         if missing <= 0:
@@ -726,10 +739,10 @@ class Reclaimer:
                 return
 
     def release_before(self, step: int, prepared: Slot | None, keep: int) -> bool:
-        """Starts unmapping slots freed at `step` or earlier. Returns False if some unmaps could
-        not be started.
+        """Starts unmapping slots freed at `step` or earlier.
 
-        Unmaps all their pages, except `keep` per tensor of the slot prepared for the next request.
+        Unmaps all of their pages, except that the slot prepared for the next request keeps `keep`
+        pages per tensor. Returns False if some unmaps could not be started.
         """
         complete = True
         for slot in self.table.pick(Kind.CACHED):
@@ -741,7 +754,7 @@ class Reclaimer:
         return complete
 
     def release_stale(self, now: bool = False, kept: bool = False) -> bool:
-        """Starts unmapping stale slots that are not kept; `kept`: also those that are.
+        """Starts unmapping stale slots that are not kept or, with `kept`, all stale slots.
 
         Returns False if some unmaps could not be started.
         """
@@ -758,8 +771,10 @@ class Reclaimer:
         self.journal.change([*edits, [self.counters, "evicted", self.counters.evicted + gone]])
 
     def release_kept(self, *spans: Span) -> None:
-        """Starts unmapping kept slots that map pages of `spans`; `release_stale` retries
-        failures."""
+        """Starts unmapping kept slots that map pages of `spans`.
+
+        `release_stale` retries failures.
+        """
         gone: dict[Any, list[tuple[int, int]]] = {}
         for block, low, high in (part for span in spans for part in span.parts):
             gone.setdefault(block, []).append((low, high))
@@ -776,7 +791,7 @@ class Reclaimer:
     def spare_slots(self, count: int) -> bool:
         """Starts unmapping kept slots, longest free first, until `count` free slots are not kept.
 
-        So a request of another conversation gets a slot that need not be emptied first. Returns
+        A request of another conversation then gets a slot that need not be emptied first. Returns
         False if some unmaps could not be started.
         """
         self.poll()

@@ -15,7 +15,7 @@ __all__ = ["alloc", "claim", "free", "reclaim_free", "record", "release", "sync_
 
 
 def sync_free_slots(groups: Sequence[Group]) -> None:
-    """Polls batches in flight, and retires a slot in all groups once it is retired in one."""
+    """Polls batches in flight, and retires a slot in all groups if it is retired in one of them."""
     for group in groups:
         if group.reclaimer.unmaps:
             group.reclaimer.poll()
@@ -68,7 +68,8 @@ def free(
     if tokens is not None:
         owner = slots[0].owner
 
-        # An abort frees the request, which must not write rows that may already be recorded.
+        # If the call is aborted, this frees the request, which must not write rows that may already
+        # be recorded.
         def finish() -> None:
             if slots[0].active and slots[0].owner == owner:
                 release(groups, slots, event)

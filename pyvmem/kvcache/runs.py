@@ -19,7 +19,7 @@ The length of a run is a power of two:
 - at most 2 MiB, and for all requests together at most half of the free memory, or all of it once an
   eighth of the mappings is used.
 
-If that is not enough, a step *joins* requests: pages that were mapped in several pieces but are
+If that is not enough, a step *joins* requests. Pages that were mapped in several pieces but are
 physically contiguous (a growing slot prefers 2 MiB chunks that it does not share) are remapped as
 one piece. On ``stock`` this unmaps the addresses briefly, so the step first waits for all work on
 the device.
@@ -44,18 +44,18 @@ __all__ = ["SCARCE_AT", "Runs"]
 
 _log = logging.getLogger(__name__)
 
-_RUN_BYTES = 2 << 20  # covered by one GPU page table entry; longer runs save little
+_RUN_BYTES = 2 << 20  # one GPU page table entry covers this; longer runs save little
 SCARCE_AT = 8  # once 1 / SCARCE_AT of the mappings is used, runs get longer
 _LOOKS = 64  # mappings are recounted after growth by 1 / _LOOKS of the limit
-_JOINS = 512  # maximum driver calls for joining in a step, unless it would otherwise return -1
-_LEAST = 4  # minimum map calls per tensor for which joining pays off
+_JOINS = 512  # most driver calls that a step makes for joining, unless it would otherwise return -1
+_LEAST = 4  # fewest map calls per tensor for which joining pays off
 
 
 class Runs:
     """Chooses run lengths and joins runs; one per group. The caller holds the cache's lock.
 
     Attributes:
-        limit: maximum number of mappings of the context; 0: no limit.
+        limit: maximum number of mappings in the context; 0 if there is no limit.
         joins: True if steps must call `join` when more than `join_at` mappings are used.
         spreads: True if growths must call `provide` first.
         refused: text of the error if the last growth ran out of mappings; otherwise "".
@@ -78,10 +78,11 @@ class Runs:
         self._joins = Caps.JOIN in self._context.info.caps
         self.joins = self._joins and self.join_at > 0
         self._chunk = max(1, _RUN_BYTES // layout.page_size)
-        self._used = self._seen = 0  # number of mappings, and of pages grown, at the last count
+        self._used = self._seen = 0  # mappings, and pages grown, at the last count
         self._count()
-        # Per slot: map calls per tensor since its pages were last joined, and the end of the joined
-        # pages. An asynchronous exception may leave these wrong; they are only hints.
+        # For each slot, the number of map calls per tensor since its pages were last joined, and
+        # the end of the joined pages. These are only hints: an asynchronous exception may leave
+        # them wrong.
         self._columns = columns = self._table.columns
         self._calls, self._joined = columns.calls, columns.joined
         columns.runs.last, columns.runs.tensors = layout.slot_pages, layout.num_tensors
@@ -97,8 +98,10 @@ class Runs:
 
     @property
     def used(self) -> int:
-        """Upper bound of the context's mappings: every page mapped since the last count is counted
-        as one."""
+        """Upper bound on the number of the context's mappings.
+
+        Every page mapped since the last count is counted as one mapping.
+        """
         grown = self._counters.grown - self._seen
         return self._used + grown if 0 <= grown * _LOOKS <= self.limit else self._count()
 
@@ -111,8 +114,9 @@ class Runs:
     # ---- growth ----------------------------------------------------------------------------------
 
     def read_free(self, kept: int = 0, room: int | None = None) -> None:
-        """Writes the free memory and mappings to `Columns.runs`, for `Columns.plan` and
-        `Columns.goals`.
+        """Writes the free memory and mappings to `Columns.runs`.
+
+        `Columns.plan` and `Columns.goals` use them.
 
         Args:
             kept: physical pages that the growth must leave free.
@@ -135,10 +139,10 @@ class Runs:
     def provide(self, pages: int) -> None:
         """Makes the pool allocate memory before a growth of `pages` physical pages.
 
-        By itself, a pool allocates only when it is out of pages. If it has pages but no empty 2 MiB
-        chunk, it would place the growth in chunks that other requests grow into. So, within the
-        cache's limit, the pool gets memory for the growth and, in addition, for a chunk per request
-        and tensor.
+        On its own, a pool allocates memory only when it is out of pages. If it has pages but no
+        empty 2 MiB chunk, it would place the growth in chunks that other requests grow into. So,
+        within the cache's limit, the pool gets memory for the growth and, in addition, for a chunk
+        per request and tensor.
         """
         table, layout, reclaimer = self._table, self._layout, self._reclaimer
         open_pages = (len(table) - table.free_count) * layout.num_tensors * layout.block
@@ -158,16 +162,15 @@ class Runs:
         self._spare = free - pages
 
     def goals(self, want: Sequence[tuple[Slot, int]], room: int | None) -> list[int] | None:
-        """Returns the pages per tensor to map for each slot, at least as many as it needs, or
-        None to map exactly these.
+        """Returns how many pages per tensor to map for each slot, at least what it needs.
 
-        `room`: see `read_free`.
+        Returns None to map exactly what the slots need. For `room`, see `read_free`.
         """
         runs = self._columns.runs
         if runs.longest == 1:
             return None
         self.read_free(room=room)
-        # Free slots get no surplus.
+        # Only slots in use get surplus pages.
         idle, places = 0, []
         needs, mapped, heads, goals = [], [], [], []
         for place, (slot, pages) in enumerate(want):
@@ -196,7 +199,8 @@ class Runs:
     def needed(self, lengths: Sequence[int]) -> int:
         """Estimates the number of mappings for new requests of `lengths` pages per tensor.
 
-        Assumes runs of 2 MiB, plus one run per request; 0 if mappings are not limited.
+        Assumes runs of 2 MiB, plus one run per request. Returns 0 if mappings are not limited, if
+        there are several ranks, or if all slots are free.
         """
         table = self._table
         if not self.limit or table.lockstep or table.free_count == len(table):
@@ -215,8 +219,7 @@ class Runs:
         return found * self._layout.num_tensors
 
     def holders(self) -> tuple[int, int]:
-        """Returns the approximate numbers of mappings of pages that requests own, and of unowned
-        pages."""
+        """Estimates how many mappings running requests have, and how many free slots have."""
         found = [0, 0]
         for slot in self._table:
             found[not slot.active] += min(self._calls[slot.index], slot.mapped)
@@ -244,8 +247,10 @@ class Runs:
         return self._used < before
 
     def _join(self, spare: int, most: int) -> None:
-        """Joins slots, those with most pieces first, to free `spare` mappings in about `most`
-        calls."""
+        """Joins slots, those with the most pieces first.
+
+        Stops after about `most` driver calls, or when about `spare` mappings are freed.
+        """
         tensors = self._layout.num_tensors
         slots = [slot for slot in self._table if self._can_join(slot)]
         if not slots:
@@ -280,13 +285,17 @@ class Runs:
         )
 
     def _pieces(self, slot: Slot) -> int:
-        """Returns the number of runs per tensor that joining a slot would leave, except earlier
-        joined runs."""
+        """Returns how many runs per tensor joining a slot would leave.
+
+        Runs that were joined earlier are not counted.
+        """
         return -(-(slot.mapped - self._first(slot)) // self._chunk)
 
     def _first(self, slot: Slot) -> int:
-        """Returns the first page to join. It includes the last joined 2 MiB run, which may have
-        grown."""
+        """Returns the first page to join.
+
+        The last 2 MiB run that was joined is included, since it may have grown.
+        """
         joined = min(self._joined[slot.index], slot.mapped)
         return max(joined // self._chunk * self._chunk, slot.shared)
 

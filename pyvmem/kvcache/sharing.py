@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Sharing of pages: turns a slot's pages into shared pages and maps them in other slots."""
+"""Shares pages: turns a slot's pages into shared pages and maps them in other slots."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ class Sharing:
         self._allowed: dict[Feature, ContextInfo] = {}  # context info at the time of the check
 
     def require(self, feature: Feature, what: str) -> None:
-        """Raises NotSupported if the context lacks a feature; `what`: the call, for the error."""
+        """Raises NotSupported if the context lacks a feature.
+
+        `what` names the call in the error.
+        """
         info = self.mapper.context.info
         if self._allowed.get(feature) is not info:
             feature.require(info, what)
@@ -57,8 +60,9 @@ class Sharing:
     # ---- making a slot's pages shared ------------------------------------------------------------
 
     def share(self, slot: Slot, pages: int, unit_pages: int) -> None:
-        """Turns a running request's pages up to `pages` into shared pages, by remapping them
-        read-only in place.
+        """Turns a running request's pages below page `pages` into shared pages.
+
+        Remaps them read-only in place.
 
         No GPU work may touch the slot, and no batch may be in flight on it. `unit_pages`: see
         `Span`.
@@ -81,7 +85,7 @@ class Sharing:
     def adopt(self, slot: Slot, pieces: list[Held], events: list[Any], unit_pages: int) -> None:
         """Records that a request's pages, past those it already shares, are now shared.
 
-        Used when the request is about to be freed, so that its own mapping need not become
+        Used when the request is about to be freed, since its own mapping then need not become
         read-only. Other requests that map the pages wait for `events`, the GPU work that writes
         them.
         """
@@ -95,7 +99,7 @@ class Sharing:
         for handle, low, high, tier in pieces:
             new.append(Block(handle, high - low, list(events), tier))
             parts.append(Part(new[-1], 0, high - low))
-            # remapping in few calls may have created large entries
+            # Remapping in few calls may have created large entries.
             large_end = slot.large_end_with(low, high, large_end)
         return [
             [slot, "span", Span(tuple(parts), unit_pages)],
@@ -121,7 +125,7 @@ class Sharing:
     def map_pieces(
         self, ops: OpBatch, slot: Slot, pieces: list[Held], *, replace: bool = False
     ) -> None:
-        """Adds to `ops` the read-only mapping of `pieces`, at the same page numbers of a slot."""
+        """Adds operations to `ops` that map `pieces` read-only at the same pages of a slot."""
         layout = self.layout
         for handle, low, high, _ in pieces:
             ops.map(
@@ -158,8 +162,8 @@ class Sharing:
     def is_shortage(self, error: BaseException) -> bool:
         """Returns whether a failure of `empty` or of `lend` counts as a shortage of memory.
 
-        Neither needs memory of the cache, only memory for records and page tables. With several
-        ranks, perhaps only one is short of such memory, so the failure is an error.
+        Neither takes memory from the cache; both need only memory for records and page tables. With
+        several ranks, perhaps only one of them is short of such memory, so the failure is an error.
         """
         short = isinstance(error, (OutOfMemory, TooManyBatches, TooManyMappings))
         return short and not self.table.lockstep
@@ -167,9 +171,9 @@ class Sharing:
     def map_span(
         self, ops: OpBatch, slot: Slot, span: Span, page: int = 0, *, replace: bool = False
     ) -> None:
-        """Adds to `ops` the read-only mapping of a span in a slot, from `page` on.
+        """Adds operations to `ops` that map a span read-only in a slot, from `page` on.
 
-        `replace`: the same pages are already mapped there.
+        `replace` is True if the same pages are already mapped there.
         """
         size = self.layout.page_size
         self.map_at(ops, slot.addr + page * size, self.layout.tensor_bytes, span, replace=replace)
@@ -177,7 +181,10 @@ class Sharing:
     def map_at(
         self, ops: OpBatch, address: int, stride: int, span: Span, *, replace: bool = False
     ) -> None:
-        """Like `map_span`, at any address; `stride`: bytes from one tensor to the next."""
+        """Like `map_span`, but at any address.
+
+        `stride` is the distance between tensors in bytes.
+        """
         size, tensors = self.layout.page_size, self.layout.num_tensors
         for block, low, high in span.parts:
             ops.map(
@@ -190,7 +197,7 @@ class Sharing:
     def begins(self, slot: Slot, span: Span, head: int) -> bool:
         """Returns whether a kept slot without a batch in flight begins with pages of a span.
 
-        `head`: the page at which the span must begin.
+        The span must begin at page `head` of the slot.
         """
         own = slot.span
         return (
@@ -207,7 +214,7 @@ class Sharing:
         """Makes `reader` wait for the GPU work that wrote the pages."""
         for block, *_ in span.parts:
             if block.events:
-                # Not an edit, since pruning stays valid if the call fails.
+                # This need not be an edit, since pruning stays valid if the call fails.
                 block.events = prune(block.events)
                 for event in block.events:
                     order_after(event, reader, self.device)

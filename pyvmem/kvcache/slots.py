@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Slot records of a cache, and the choice of slots to allocate, grow or unmap. Maps nothing.
+"""Slot records, and the choice of slots to allocate, grow or unmap. Maps nothing.
 
 The pages of a slot, counted per tensor (they are the same in every tensor):
 
@@ -68,18 +68,21 @@ _log = logging.getLogger(__name__)
 
 
 class Slot(Row):
-    """The state of a request slot, which is the same in every tensor. Written by journal edits and
-    by C.
+    """The state of a request slot, which is the same in every tensor.
+
+    The fields are written by journal edits and by C.
 
     Attributes:
         index: the reqid.
         addr: address of the slot's page 0 in the first tensor.
         active: True while a request owns the slot.
-        broken: retired after a failed rollback on its addresses; never allocated again.
-        writer: the owner may write the shared pages, which are read-only in other slots.
-        rows_lost: some of its pages could not be mapped again; the other pages stay mapped until
-            the cache is closed (or `ParallelKVCache.recover`).
-        kept: free, with a recorded prefix mapped read-only for a later request that begins with it.
+        broken: True if the slot was retired after a failed rollback on its addresses; it is never
+            allocated again.
+        writer: True if the owner may write the shared pages, which are read-only in other slots.
+        rows_lost: True if some of its pages could not be mapped again; the others stay mapped until
+            the cache is closed (or until `ParallelKVCache.recover`).
+        kept: True if the slot is free and maps a recorded prefix, read-only, for a later request
+            that begins with it.
         mapped: end of the pages that are mapped or that a growth in flight will map.
         granted: end of the pages that the owner may use.
         large_end: pages below this may be mapped by 2 MiB entries; a multiple of `block`.
@@ -95,9 +98,10 @@ class Slot(Row):
         pins: nodes of the prefix tree that cannot be evicted while the request runs.
         tier_map: the off-device pages.
         freed_at: step count at which the slot became free.
-        freed_order: sequence number of the freeing; larger is more recent.
-        stale: must be unmapped before reuse, because an earlier owner's shared or off-device pages
-            are mapped or its first pages are missing. Computed in C from the other fields.
+        freed_order: sequence number of the slot's last freeing; larger is more recent.
+        stale: True if the slot must be unmapped before reuse, because an earlier owner's shared or
+            off-device pages are mapped or its first pages are missing. Computed in C from the other
+            fields.
     """
 
     __slots__ = ("events", "pins")
@@ -121,7 +125,7 @@ class Slot(Row):
         return self.span.slice(low - self.head, high - self.head)
 
     def spare_beyond(self, keep: int) -> int:
-        """Returns the unshared device pages per tensor that can be unmapped now, keeping `keep`.
+        """Returns how many unshared device pages per tensor past `keep` can be unmapped now.
 
         A running owner keeps its granted pages and all of their last 2 MiB block. A stale slot
         ignores `keep`.
@@ -249,9 +253,10 @@ class SlotTable:
         self.change(slot, active=True, kept=False, owner=slot.owner + 1)
 
     def give_back(self, slot: Slot, event: Any, now: int, edits: Sequence[list[Any]] = ()) -> None:
-        """Frees a slot, with further edits in the same change; granted pages become dirty.
+        """Frees a slot, making further edits in the same change; granted pages become dirty.
 
-        `event`: the owner's last GPU work; None if complete. `now`: the cache's step count.
+        `event` is the owner's last GPU work, or None if that is complete; `now` is the cache's step
+        count.
         """
         self.changes += 1
         events = prune(slot.events) if slot.events else []
@@ -288,11 +293,11 @@ class SlotTable:
     # ---- choosing --------------------------------------------------------------------------------
 
     def best_fit(self, pages: int) -> Slot | None:
-        """Returns the free slot with the fewest mapped pages, but at least `pages`; failing
-        that, the one with the most.
+        """Returns the free slot with the fewest mapped pages, but at least `pages`.
 
-        Ties go to the slot that has been free longest. Slots with an unmap in flight are the last
-        choice, since growing them means waiting for the unmap. None if no slot is free.
+        If no free slot has that many, returns the one with the most. Ties go to the slot that has
+        been free longest. Slots with an unmap in flight are the last choice, since growing them
+        means waiting for the unmap. Returns None if no slot is free.
         """
         for losing in (Kind.LOSING, 0):
             found = self.columns.fit(pages, Kind.FREE, losing)
@@ -304,8 +309,8 @@ class SlotTable:
         """Returns a free slot in which to map `pages` pages per tensor ahead, or None.
 
         Chooses the slot with the fewest mapped pages, but at least `pages`; failing that, the slot
-        with the most among those without a batch in flight. Ties as in `best_fit`; never a stale
-        slot.
+        with the most among those without a batch in flight. Ties are broken as in `best_fit`. A
+        stale slot is never chosen.
         """
         for busy in (0, Kind.BUSY):
             found = self.columns.fit(pages, Kind.FREE, Kind.STALE | busy)
@@ -314,8 +319,10 @@ class SlotTable:
         return None
 
     def emptiest(self, count: int) -> list[Slot]:
-        """Returns up to `count` free slots: those without pages, then those that will be empty
-        soonest."""
+        """Returns up to `count` free slots, those that will be empty soonest.
+
+        Slots without pages come first.
+        """
         found: list[Slot] = []
         slots = empty = self.pick(Kind.FREE, Kind.LOSING | Kind.CACHED)
         while len(found) < count:
@@ -356,7 +363,7 @@ class SlotTable:
             yield from (slot for slot in later if slot.job is None)
 
 
-# Plain tuples, since `step_async`, which must take microseconds, creates dozens of them.
+# These are plain tuples, since `step_async` must take only microseconds and creates dozens of them.
 Piece: TypeAlias = tuple[Slot, int, int]
 """Pages [low, high) of a slot, in every tensor."""
 Grant: TypeAlias = tuple[Slot, int, int]
@@ -368,11 +375,12 @@ class Growth:
     """New pages and zero-fills for a `step`, or for eager pages.
 
     It has at most two batches: `mapping` maps new pages and runs the fills that need not wait, all
-    or nothing; `filling` runs the fills that must follow earlier owners' GPU work. None: not
-    needed, or done. `handover` holds earlier owners' GPU work that the new owner's stream must wait
-    for, for pages that are not zero-filled. An `ahead` growth grants nothing, since no caller
-    requested it. The failure of a `quiet` growth is not raised, since no caller requested it or
-    another group's growth in the same batch raises it. The counts are physical pages.
+    or nothing; `filling` runs the fills that must follow earlier owners' GPU work. Each is None if
+    there is no such batch or if it has already run. `handover` holds earlier owners' GPU work that
+    the new owner's stream must wait for, for pages that are not zero-filled. An `ahead` growth
+    grants nothing, since no caller requested it. The failure of a `quiet` growth is not raised,
+    since no caller requested it or another group's growth in the same batch raises it. The counts
+    are physical pages.
     """
 
     takes_pages: ClassVar[bool] = False

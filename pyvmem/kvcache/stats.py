@@ -18,7 +18,7 @@ __all__ = ["CacheStats", "Counters", "SlotInfo", "together"]
 
 @dataclass(frozen=True)
 class CacheStats:
-    """State and counters of a `KVCache`; bytes are physical, times are nanoseconds.
+    """State and counters of a `KVCache`. Bytes are physical memory, times are in nanoseconds.
 
     Calls and background batches are counted when complete: for a call that is rejected, fails or is
     interrupted, only the work that it did is counted.
@@ -75,7 +75,7 @@ class CacheStats:
         last_wait_ns: the last `step`'s part of `wait_ns`.
         driver_calls: map, unmap, fill and slab calls of the whole context since the cache was
             created.
-        driver_ns: time in these calls.
+        driver_ns: time spent in these calls.
         critical_driver_ns: the part of `driver_ns` for which a call to the cache had to wait.
         background_driver_ns: the remainder of `driver_ns`.
     """
@@ -162,7 +162,10 @@ class SlotInfo:
     in_flight: bool
 
     def and_others(self, others: Sequence[SlotInfo]) -> SlotInfo:
-        """Returns the sum over several groups of layers; `others`: the slot in the other groups."""
+        """Returns the sum over several groups of layers.
+
+        `others` is the slot in the other groups.
+        """
         if not others:
             return self
         each = (self, *others)
@@ -186,10 +189,11 @@ _SAME = (
 
 
 def together(each: Sequence[CacheStats], room: int) -> CacheStats:
-    """Sums statistics over groups that share a budget, except the `_SAME` fields, which are the
-    first group's.
+    """Sums statistics over groups that share a budget.
 
-    `room`: number of pages that the budget has free for the groups.
+    The `_SAME` fields are not summed but taken from the first group.
+
+    `room` is the number of pages that the budget has free for the groups.
     """
     first = each[0]
     if len(each) == 1:
@@ -241,7 +245,9 @@ class Counters:
         self.peak_mapped = self.peak_used = self.peak_wasted = 0
 
     def driver(self) -> tuple[int, int]:
-        """Returns the number of driver calls since the cache was created, and the nanoseconds spent
-        in them."""
+        """Returns the number of driver calls and the nanoseconds spent in them.
+
+        Both are counted from the creation of the cache.
+        """
         calls, ns = _driver_calls(self.context)
         return calls - self.base_calls, ns - self.base_ns

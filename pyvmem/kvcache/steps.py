@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Steps: map the pages that requests need, in all groups of layers or none.
+"""Maps the pages that requests need for a step, in all groups of layers or none.
 
-One batch maps the pages of all groups: in most steps `extend` (growth.py) runs it, but `grow` does
-if a slot needs more than one map operation or memory is short. The caller holds the cache's lock.
+One batch maps the pages of all groups. In most steps `extend` (growth.py) runs it; `grow` does if a
+slot needs more than one map operation or memory is short. The caller holds the cache's lock.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
             if own.share is not None or own.limit - own.device_pages < own.watermark * own.limit:
                 _keep_watermarks(groups)
     except TooManyMappings as error:
-        if groups[0].table.lockstep:  # raise, since the other ranks did not fail
+        if groups[0].table.lockstep:  # raise, since other ranks may not have failed
             error.args = (f"{error}; {who_has_mappings(groups)}", *error.args[1:])
             raise
         _note_out_of_mappings(groups, error)
         return -1
-    # Calls into the context come before or after the row updates of all groups, since recovery
-    # stops at such a call: with one between two updates, an interruption would leave some groups
-    # with new rows and others with old.
+    # No call into the context may come between the row updates of two groups. Recovery stops at
+    # such a call, so an interruption would then leave some groups with new rows and others with old
+    # ones.
     windows = []
     for group, rows, *_ in begun:
         if group.window is not None:
@@ -100,7 +100,7 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
         group.clock += 1
         if reclaimer.shared.blocks or reclaimer.off_device or reclaimer.slid or group.layout.state:
             group.note_use()
-        else:  # shortcut: all pages of requests are unshared device pages
+        else:  # a shortcut, as all pages of requests are unshared device pages
             used = total * group.token_bytes
             wasted = group.pager.granted_pages * group.page_bytes - used
             if used > counters.peak_used:
@@ -113,7 +113,7 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
         if names and group.pager.ahead:
             group.pager.grow_ahead()
         if group.table.lockstep:
-            # End leases here: garbage collection runs at different times on different ranks.
+            # End leases here, since garbage collection runs at different times on different ranks.
             group.prefixes.leases.end_all()
         if group.reclaim_due:
             group.reclaim_idle()
@@ -147,8 +147,10 @@ def step_async(groups: Sequence[Group], seq_lens: Sequence[int]) -> int:
 
 
 def _keep_watermarks(groups: Sequence[Group]) -> None:
-    """Calls `Group.keep_watermark` for groups below their watermark; the groups share a budget, if
-    any."""
+    """Calls `Group.keep_watermark` for each group below its watermark.
+
+    If there is a budget, the groups share it.
+    """
     share = groups[0].reclaimer.share
     room = 0 if share is None else share.room() + share.beyond()
     for group in groups:
@@ -194,13 +196,15 @@ def _grow_by_cutting(begun: Sequence[_Begun], stream: Any) -> bool:
 
 
 def _settle(group: Group, stream: Any) -> None:
-    """Waits for the growths that the step needs; with several ranks, for all of them."""
+    """Waits for the growths that the step needs or, with several ranks, for all growths."""
     group.pager.settle(stream, lens=None if group.table.lockstep else group.pager.columns.needs)
 
 
 def _begin_growing(begun: Sequence[tuple[Group, list[int]]]) -> bool:
-    """Starts mapping the pages that slots need, in all groups or none. Returns False if memory or
-    mappings are short."""
+    """Starts mapping the pages that slots need, in all groups or none.
+
+    Returns False if memory or mappings are short.
+    """
     for group, _ in begun:
         if group.pager.growths or group.left:
             break
@@ -243,7 +247,7 @@ def _grow_or_leave(groups: Sequence[Group], wants: list[_Want]) -> bool:
         return False
     ready = now + before
     fits = fit(_needs(groups, ready))
-    if not fits:  # grow some slots now; the others get reclaimed pages later
+    if not fits:  # grow some slots now; the others get their pages later
         now = _select_fitting(groups, now)
     slow = {slot for group, slot, _ in now if group.pager.is_slow(slot)}
     if _grow(groups, [one for one in now if one[1] not in slow]):
@@ -264,8 +268,7 @@ def _grow_or_leave(groups: Sequence[Group], wants: list[_Want]) -> bool:
 
 
 def _left_to_a_step(groups: Sequence[Group], wants: Sequence[_Want]) -> list[_Want]:
-    """Returns pages that earlier calls promised to other slots and that are not being mapped
-    yet."""
+    """Returns the pages that earlier calls promised to other slots but no batch maps yet."""
     named = {slot for _, slot, _ in wants}
     found = []
     for group in groups:
@@ -278,7 +281,7 @@ def _left_to_a_step(groups: Sequence[Group], wants: Sequence[_Want]) -> list[_Wa
 
 
 def _grow(groups: Sequence[Group], wants: Sequence[_Want], *, reclaim: bool = False) -> bool:
-    """Calls `growth.grow` in the background."""
+    """Calls `growth.grow`, which runs in the background."""
     each: dict[Group, list[tuple[Slot, int]]] = {group: [] for group in groups}
     for group, slot, pages in wants:
         each[group].append((slot, pages))
@@ -301,7 +304,7 @@ def _keep(wants: Sequence[_Want]) -> dict[Slot, int]:
 def _select_fitting(groups: Sequence[Group], wants: Sequence[_Want]) -> list[_Want]:
     """Returns the slots with the smallest needs that together fit the free memory, in all groups.
 
-    So a decoding request does not wait for the memory of another request's prompt.
+    A decoding request then need not wait for the memory that another request's prompt needs.
     """
     lacking: dict[int, int] = {}
     for group, slot, pages in wants:
@@ -321,13 +324,14 @@ def _select_fitting(groups: Sequence[Group], wants: Sequence[_Want]) -> list[_Wa
 def _begin_to_reclaim(groups: Sequence[Group], wants: Sequence[_Want], more: int = 0) -> bool:
     """Starts reclaiming the pages that slots need. Never blocks.
 
-    Uses the order of `Reclaimer.make_room`: pages of slots, then recorded prefixes, in both cases
-    from this cache before the other caches of its budget. Then cancels promotions.
+    Reclaims in the same order as `Reclaimer.make_room`: first pages of slots, then recorded
+    prefixes, in both cases from this cache before the other caches of its budget. Cancels
+    promotions last.
 
     Args:
         groups: groups of the cache.
         wants: the slots, with the pages per tensor that each should have.
-        more: bytes to reclaim in addition.
+        more: number of additional bytes to reclaim.
 
     Returns:
         False if that is not enough and no unmap is in flight that would free more later.
@@ -352,12 +356,12 @@ def _begin_to_reclaim(groups: Sequence[Group], wants: Sequence[_Want], more: int
 def _begin_what_comes_back(
     groups: Sequence[Group], wants: Sequence[_Want], others: Share | None, more: int
 ) -> int:
-    """Runs one pass of `_begin_to_reclaim`; returns the bytes still missing."""
+    """Runs one pass of `_begin_to_reclaim`; returns how many bytes are still missing."""
     first, keep, needs = groups[0].reclaimer, _keep(wants), _needs(groups, wants)
     need = more + sum(pages * pager.layout.page_size for pager, pages in needs)
 
     def lacking() -> int:
-        """Returns the bytes needed in addition to those free or being unmapped by this cache."""
+        """Returns how many bytes are needed beyond those free or being unmapped by this cache."""
         back = sum(group.reclaimer.returning * group.layout.page_size for group in groups)
         return need - first.room - back
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Preemption: copies a request's rows to host memory, and back."""
+"""Preempts requests: copies a request's rows to host memory, and back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SwappedRequest(Closable):
     cache is closed. Usable as a context manager.
 
     Attributes:
-        seq_len: tokens of the request.
+        seq_len: number of tokens in the request.
         nbytes: size of the host memory in bytes.
     """
 
@@ -53,13 +53,13 @@ class SwappedRequest(Closable):
 
     @property
     def is_open(self) -> bool:
-        """True while it can be swapped in."""
+        """True while the request can be swapped in."""
         return self._rows is not None
 
     def close(self, journal: Journal | None = None) -> None:
         """Drops the request and its host memory. Idempotent.
 
-        `journal`: `Internals.journal`, to undo the close if the call in progress is undone.
+        Pass `Internals.journal` as `journal` to undo the close if the call in progress is undone.
         """
         if journal is not None:
             journal.change([[self, "_rows", None]])
@@ -82,8 +82,10 @@ def _host_memory(size: int, device: int | None) -> memoryview:
 
 
 def _pieces(group: Group, slot: Slot, head: int, length: int) -> tuple[int, list[int]]:
-    """Returns the bytes per tensor of the first `length` rows from page `head` on, and their
-    address in each tensor."""
+    """Returns the size per tensor, and the address in each tensor, of a request's mapped rows.
+
+    These are the first `length` rows, without those in the pages before `head`.
+    """
     layout = group.layout
     size = max(0, layout.bytes_for(length) - head * layout.page_size)
     tensors = range(layout.num_tensors if size else 0)
@@ -121,9 +123,11 @@ def swap_out(groups: Sequence[Group], reqid: int, work: PriorWork) -> SwappedReq
 
 
 def _check_return(groups: Sequence[Group], slots: Sequence[Slot], length: int) -> None:
-    """Raises OutOfMemory if the request could never be swapped in, which needs all pages at the
-    same time."""
-    needed = held = 0  # held: pages that swapping out frees, since no other request uses them
+    """Raises OutOfMemory if the request could never be swapped back in.
+
+    Swapping in needs all of the request's pages at the same time.
+    """
+    needed = held = 0  # held: pages that only this request uses, so swapping it out frees them
     for group, slot in zip(groups, slots, strict=True):
         tensors = group.layout.num_tensors
         own = (
@@ -158,7 +162,7 @@ def swap_in(
 ) -> int | None:
     """Implements `KVCache.swap_in`, in all groups or none.
 
-    `into`: the free reqid to use; None: any.
+    `into` is the free reqid to use; None stands for any.
     """
     if not isinstance(swapped, SwappedRequest):
         raise TypeError(f"expected a SwappedRequest, not {swapped!r:.80}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Moves of requests' pages to another tier on demand, and promotion to 2 MiB entries."""
+"""Moves requests' pages to another tier on demand, and promotes blocks to 2 MiB entries."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Moved(NamedTuple):
 
 
 def tier_of(group: Group, location: str | Location, device: Any) -> Tier:
-    """Returns the tier for a caller's arguments."""
+    """Returns the tier that a caller's arguments name."""
     names = {one.name.lower(): one for one in Location}
     place = names.get(location) if isinstance(location, str) else None
     if isinstance(location, int) and location in names.values():
@@ -124,7 +124,10 @@ def _begin_move(
     *,
     wait: bool,
 ) -> Moved:
-    """Runs the first phase of `move` in one group; the slot must have no batch in flight."""
+    """Runs the first phase of `move` in one group.
+
+    The slot must have no batch in flight.
+    """
     low, high = _pages_of(group, slot, tokens, wait)
     tensors = group.layout.num_tensors
     shared = max(0, min(high, slot.shared) - max(low, slot.head)) * tensors
@@ -182,7 +185,7 @@ def _make_tier_room(groups: Sequence[Group], group: Group, tier: Tier, pages: in
             raise _tier_full(group, tier, pages, group.reclaimer.free * size)
         return
     host = tier.location is Location.HOST
-    # the limit covers all groups together
+    # The limit covers all groups together.
     limit = group.config.host_limit if host else group.config.peer_limit
     if not limit:
         return

@@ -21,8 +21,9 @@ _log = logging.getLogger(__name__)
 def begin_trim(group: Group, prefixes: bool | str, leased: bool = False, kept: bool = True) -> bool:
     """Starts unmapping all pages that no request owns; returns True if no unmap is in flight.
 
-    `prefixes`: evict prefixes first; "host": copy their rows to host memory, if enabled. `kept`:
-    also unmap kept slots, which by itself frees no memory, since their pages are recorded.
+    With `prefixes`, prefixes are evicted first; "host" also copies their rows to host memory, if
+    that is enabled. With `kept`, kept slots are unmapped too, which by itself frees no memory,
+    since their pages are recorded.
     """
     group.pager.poll()
     group.reclaimer.poll()
@@ -39,7 +40,10 @@ def begin_trim(group: Group, prefixes: bool | str, leased: bool = False, kept: b
 def trim(
     manager: Manager, prefixes: bool | str, compact: bool | None, stream: Any, before: int
 ) -> int:
-    """Implements `KVCache.trim`; `before`: the context's slab bytes when the call began."""
+    """Implements `KVCache.trim`.
+
+    `before` is the size of the context's slabs in bytes when the call began.
+    """
     groups, context = manager.groups, manager.context
     unmap_idle(groups, prefixes)
     context.trim(0)
@@ -80,8 +84,9 @@ def can_compact(manager: Manager) -> bool:
     """Returns whether no GPU work can be using live pages once the work in `last_work` is complete.
 
     Compaction replaces the pages behind addresses, so no GPU work may touch them, and a cache does
-    not see what an engine launches. It only knows which requests that work may use: those with a
-    length above 0 in the last `step` or, in a context that it does not own, any request.
+    not see what an engine launches. It only knows which requests that work may use. These are the
+    requests with a length above 0 in the last `step` or, in a context that the cache does not own,
+    all requests.
     """
     groups = manager.groups
     if not manager.owns_context:
@@ -94,8 +99,10 @@ def can_compact(manager: Manager) -> bool:
 
 
 def last_work(groups: Sequence[Group]) -> list[Any]:
-    """Returns GPU work that may not be complete; valid only if all lengths of the last `step` were
-    0."""
+    """Returns the events of GPU work that may not be complete.
+
+    The result is valid only if all lengths in the last `step` were 0.
+    """
     events: list[Any] = []
     for group in groups:
         group.idle_step_work = prune(group.idle_step_work)
@@ -110,8 +117,10 @@ def last_work(groups: Sequence[Group]) -> list[Any]:
 
 
 def unmap_idle(groups: Sequence[Group], prefixes: bool | str) -> None:
-    """Unmaps all pages that no request owns, and waits; failures are appended to
-    `Reclaimer.errors`."""
+    """Unmaps all pages that no request owns, and waits until this is done.
+
+    Failures are appended to `Reclaimer.errors`.
+    """
     for group in groups:
         group.pager.finish_idle()
         with group.counters.waiting():

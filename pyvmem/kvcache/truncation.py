@@ -26,7 +26,7 @@ __all__ = ["copied", "kept_rows", "planned", "truncate"]
 
 
 def kept_rows(groups: Sequence[Group], reqid: int, length: int | None) -> tuple[int, int, int]:
-    """Returns the index of a request's slots, the number of tokens to keep, and the number held.
+    """Returns a request's slot index, the number of tokens to keep, and the number it holds.
 
     Args:
         groups: groups of the cache.
@@ -87,8 +87,7 @@ def planned(groups: Sequence[Group], reqid: int, length: int) -> list[Truncation
 
 
 def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, work: PriorWork) -> None:
-    """Makes pages past the request's rows unowned, if they were mapped for a prefill's kernel to
-    read.
+    """Disowns the pages that a prefill mapped past the rows for its kernel to read.
 
     They were never written, so the request can get them again without a fill.
     """
@@ -121,17 +120,17 @@ class Truncation:
 
     Attributes:
         rows: number of tokens kept.
-        nbytes: size of these rows, per tensor.
+        nbytes: size of these rows in one tensor.
         keep: number of pages that the request keeps.
         shared: pages below this stay shared.
         copied: pages [shared, copied) are replaced with copies.
         stride: size of the copies per tensor, in bytes.
-        new_pages: number of physical pages of the copies.
+        new_pages: number of physical pages that the copies take.
         end: first page to unmap if `unmaps` is True.
         unmaps: True if pages must be unmapped immediately.
         ownerless: True if pages stay mapped but become unowned.
-        addresses: scratch addresses of the copies; None before they exist and once they are in
-            the slot.
+        addresses: scratch addresses of the copies; None before the copies are made and after they
+            are mapped in the slot.
     """
 
     group: Group
@@ -171,10 +170,10 @@ class Truncation:
         )
 
     def copy(self, ops: OpBatch) -> Reservation:
-        """Adds to `ops` a copy of the kept part of shared pages; returns its scratch addresses.
+        """Adds a copy of the kept part of shared pages to `ops`; returns its scratch addresses.
 
-        The request's own work must be complete; waits for other requests' work that wrote pages it
-        shares.
+        The request's own work must be complete. Waits for the work of other requests that wrote the
+        pages it shares.
         """
         group, slot, layout = self.group, self.slot, self.group.layout
         for block, *_ in slot.span.parts:
@@ -194,7 +193,7 @@ class Truncation:
         return addresses
 
     def drop_copy(self) -> None:
-        """Undoes `copy` after the batch has run; may be called again."""
+        """Undoes `copy` after the batch has run; may be called more than once."""
         if self.addresses is not None:
             edits = self.group.reclaimer.free_edits(self.copied - self.shared, {})
             nbytes = self.stride * self.group.layout.num_tensors
@@ -216,7 +215,8 @@ class Truncation:
             edits += (
                 [self, "addresses", None],
                 [group.journal.unrecorded, copies, ...],
-                # The batch consumes `copies`; this keeps an interruption from reporting a leak.
+                # The batch consumes `copies`. Marking this handle as done prevents a false leak
+                # report after an interruption.
                 [copies, "_done", True],
                 *group.scratch.give_edits(self.addresses),
             )
@@ -243,7 +243,7 @@ class Truncation:
         return edits
 
     def edits(self, work: PriorWork) -> list[list[Any]]:
-        """Returns the edits other than those of `unmap`; `work`: the last work on the rows."""
+        """Returns the edits other than those of `unmap`; `work` is the last work on the rows."""
         group, slot = self.group, self.slot
         edits = group.enter_edits(slot, self.rows)
         if slot.pins:
@@ -321,8 +321,10 @@ def _cut(each: Sequence[Truncation], work: PriorWork) -> bool:
 
 
 def _copy_all(copies: Sequence[Truncation]) -> bool:
-    """Copies the kept parts of shared pages. Returns False, changing nothing, if memory is
-    short."""
+    """Copies the kept parts of shared pages.
+
+    Returns False, changing nothing, if memory is short.
+    """
     if not reclaim_for([(one.group.pager, one.new_pages) for one in copies], {}):
         return False
     ops, first = OpBatch(len(copies)), copies[0].group
@@ -345,7 +347,7 @@ def _copy_all(copies: Sequence[Truncation]) -> bool:
 
 
 def _drop_copies(copies: Sequence[Truncation]) -> None:
-    """Undoes `_copy_all`; may be called again."""
+    """Undoes `_copy_all`; may be called more than once."""
     for one in copies:
         one.drop_copy()
 

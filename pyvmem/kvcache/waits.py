@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: MIT
-"""Waiting for GPU work and batches before a call takes the cache's lock.
+"""Waits for GPU work and batches before a call takes the cache's lock.
 
 A call that waits for GPU work must not block other requests' calls. So each such call first lists
-its blockers under the lock and starts what it can (such as unmapping unowned pages), then waits for
-them without the lock, and lists them again. Once there are none, the call itself runs in the same
-critical section and does not block:
+its blockers under the lock and starts what it can (such as unmapping unowned pages). It then waits
+for the blockers without the lock, and lists them again. Once there are none left, the call itself
+runs in the same critical section as the last listing and does not block:
 
     list -> wait -> list -> wait -> ... -> list, call
     lock            lock                   lock
 
 Requests do not change before the call runs, so an exception that ends a wait leaves nothing to
-undo. Two kinds of wait remain inside the call: for copies of a request's own rows, and for
-reclaimed pages when memory is short.
+undo. Two kinds of waits remain inside the call: those for copies of a request's own rows and, when
+memory is short, those for reclaimed pages.
 
-Each `before_...` function lists the blockers of one call. It does not report bad arguments: it
-returns no blockers, and the call raises.
+Each `before_...` function lists the blockers of one call. It does not report bad arguments. Instead
+it returns no blockers, and then the call raises the error.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def when_clear(
 ) -> _T:
     """Runs `call` once `find_blockers` reports no blockers; waits for blockers without the lock.
 
-    Both are called with the groups and then the same arguments.
+    Both are called with the groups, followed by the same arguments.
 
     Inside another call, which holds the lock (`RequestCache`, `ParallelKVCache`), `find_blockers`
     is skipped and `call` itself waits. It is also skipped with several ranks, since their results
@@ -106,7 +106,7 @@ def clear(manager: Manager, find_blockers: FindBlockers) -> None:
 
 
 def _job(slot: Slot) -> Blockers:
-    """Lists the slot's batch in flight, and earlier owners' work that a growth must wait for."""
+    """Lists the slot's batch in flight and the earlier owners' work that a growth must wait for."""
     job = slot.job
     if job is None:
         return []
@@ -149,7 +149,7 @@ def before_fork(
     work: PriorWork,
     into: Sequence[int] | None,
 ) -> Blockers:
-    """Lists the blockers of `KVCache.fork_many`; `work`: the parent's last GPU work."""
+    """Lists the blockers of `KVCache.fork_many`; `work` is the parent's last GPU work."""
     waits: Blockers = []
     for group in groups:
         slot = group.table.slots[reqid]
@@ -178,17 +178,20 @@ def before_fork(
 def before_record(
     groups: Groups, reqid: int, tokens: Any, work: PriorWork, namespace: Hashable
 ) -> Blockers:
-    """Lists the blockers of `KVCache.record`; `work`: the request's last GPU work."""
+    """Lists the blockers of `KVCache.record`; `work` is the request's last GPU work."""
     waits, slot = before_swap_out(groups, reqid, work), groups[0].slot(reqid)
-    # Compare the tokens only if there is something to wait for.
+    # Look up the tokens only if there is something to wait for.
     return waits if waits and groups[0].prefixes.shares(slot, tokens, namespace) else []
 
 
 def before_prefix(
     groups: Groups, tokens: Any, leave: int, reader: Work, namespace: Hashable
 ) -> Blockers:
-    """Lists the blockers of `KVCache.alloc_prefix`: GPU work that wrote the pages, if the CPU must
-    wait for it, and the blockers of loading from host memory."""
+    """Lists the blockers of `KVCache.alloc_prefix`.
+
+    These are the GPU work that wrote the pages, if the CPU must wait for it, and the blockers of
+    loading from host memory.
+    """
     prefixes, ordered = groups[0].prefixes, groups[0].device is not None and reader.is_stream
     if not any(map(attrgetter("events"), chain.from_iterable(map(_blocks, groups)))):
         ordered = True
@@ -215,14 +218,16 @@ def before_prefix(
 
 
 def before_swap_out(groups: Groups, reqid: int, work: PriorWork) -> Blockers:
-    """Lists the blockers of `KVCache.swap_out`; `work`: the request's last GPU work."""
+    """Lists the blockers of `KVCache.swap_out`; `work` is the request's last GPU work."""
     waits = [wait for group, slot in _both(groups, reqid) for wait in _own(group, slot)]
     return waits + work.pending()
 
 
 def before_swap_in(groups: Groups, length: int, work: PriorWork) -> Blockers:
-    """Lists the blockers of `KVCache.swap_in`; `work`: the GPU work so far on the stream that will
-    use the rows."""
+    """Lists the blockers of `KVCache.swap_in`.
+
+    `work` is the GPU work so far on the stream that will use the rows.
+    """
     sync_free_slots(groups)
     found = groups[0].fit(length)
     if found is None:
@@ -237,7 +242,7 @@ def before_swap_in(groups: Groups, length: int, work: PriorWork) -> Blockers:
 
 
 def before_truncate(groups: Groups, reqid: int, length: int, work: PriorWork) -> Blockers:
-    """Lists the blockers of `KVCache.truncate`; `work`: the last GPU work on the rows."""
+    """Lists the blockers of `KVCache.truncate`; `work` is the last GPU work on the rows."""
     waits: Blockers = []
     blockers = [] if work.over else work.pending()
     for group in groups:
@@ -257,7 +262,7 @@ def before_truncate(groups: Groups, reqid: int, length: int, work: PriorWork) ->
 
 
 def before_promote(groups: Groups, reqid: int, work: PriorWork, *, wait: bool) -> Blockers:
-    """Lists the blockers of `KVCache.promote`; `work`: the request's last GPU work."""
+    """Lists the blockers of `KVCache.promote`; `work` is the request's last GPU work."""
     if wait:
         return before_swap_out(groups, reqid, work)
     # If a promotion of the slot is in flight, the call only returns the promotion's size.
@@ -266,7 +271,7 @@ def before_promote(groups: Groups, reqid: int, work: PriorWork, *, wait: bool) -
 
 
 def before_move(groups: Groups, reqid: int, work: PriorWork, *, wait: bool) -> Blockers:
-    """Lists the blockers of `KVCache.move`; `work`: the request's last GPU work."""
+    """Lists the blockers of `KVCache.move`; `work` is the request's last GPU work."""
     if wait or any(slot in group.mover.moves for group, slot in _both(groups, reqid)):
         return before_swap_out(groups, reqid, work)
     return [wait for group, slot in _both(groups, reqid) for wait in _job(slot)]

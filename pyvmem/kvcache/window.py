@@ -73,8 +73,8 @@ class Window:
         self._window = config.window
         self._kept = config.window + config.window_tile
         self._first = self._goes_at(1)
-        # Per slot: the length at which the next page leaves the window, and the smallest length
-        # that a truncation can keep.
+        # For each slot, the length at which the next page leaves the window, and the smallest
+        # length that a truncation can keep.
         self._next = [self._first] * config.max_batch
         self._least = [0] * config.max_batch
 
@@ -96,7 +96,7 @@ class Window:
     def check(self, slot: Slot, length: int) -> None:
         """Raises InvalidArgument if rows in the window before `length` have been unmapped."""
         least = self._least[slot.index]
-        # an interrupted step may have unmapped pages without updating `_least`
+        # An interrupted step may have unmapped pages without updating `_least`.
         if slot.head and not slot.stale:
             least = max(least, self._window + self._rows(slot.head))
         if length < least:
@@ -107,10 +107,10 @@ class Window:
             )
 
     def due(self, lens: Sequence[int]) -> list[_Due]:
-        """Returns the unmaps of pages that the step to `lens` no longer needs.
+        """Returns the unmaps that the step to `lens` allows, one per slot whose window has moved.
 
         Returns:
-            Slots, their first pages to keep, and the values of `_next` and `_least` after the
+            For each slot, the first page to keep, and the values of `_next` and `_least` after the
             unmap.
         """
         table, mover, size, row = self.reclaimer.table, self._mover, self._size, self._row
@@ -139,8 +139,7 @@ class Window:
         return found
 
     def _parted(self, slot: Slot, head: int) -> tuple[int, int]:
-        """Returns the last page up to `head` at which no 2 MiB entry is split, and the next such
-        page."""
+        """Returns the last page up to `head` at which no 2 MiB entry is split, and the next one."""
         if head < slot.large_end and head % slot.block:  # inside a 2 MiB entry
             head -= head % slot.block
             return head, head + slot.block
@@ -213,8 +212,10 @@ class Window:
         )
 
     def begin_edits(self, slot: Slot, head: int) -> list[list[Any]]:
-        """Returns the edits for a request that begins with a prefix whose window starts at page
-        `head`."""
+        """Returns the edits for a request that begins with a prefix.
+
+        The prefix's window starts at page `head`.
+        """
         return self._set_edits(slot.index, self._goes_at(head + 1), self._window + self._rows(head))
 
     def follow_edits(self, slots: Sequence[Slot], parent: Slot) -> list[list[Any]]:
@@ -228,7 +229,8 @@ class Window:
     def resume(self, slot: Slot, head: int) -> None:
         """Starts unmapping the pages below `head` of a request that was swapped back in.
 
-        Its rows there had left the window. If the unmap cannot start now, the next step does it.
+        Its rows in these pages had left the window. If the unmap cannot start now, the next step
+        does it.
         """
         least = self._window + self._rows(head)
         self._set(slot.index, self._first, least)
@@ -268,7 +270,7 @@ def slide(windows: Sequence[tuple[Window, Sequence[int]]], stream: Any) -> None:
         for slot, *_ in due:
             if slot.events:
                 after += prune(slot.events)
-    # On failure the next step retries, except with several ranks, which must agree.
+    # If this fails, the next step retries, except with several ranks, which must agree.
     if not _begin(found, after) and first.reclaimer.table.lockstep:
         for window, _ in found:
             window.reclaimer.finish_all()
@@ -279,8 +281,10 @@ def slide(windows: Sequence[tuple[Window, Sequence[int]]], stream: Any) -> None:
 
 
 def _begin(found: Sequence[tuple[Window, list[_Due]]], after: Sequence[Any]) -> bool:
-    """Submits one batch with all due unmaps. Returns False, changing nothing, if the queue is full
-    or short of memory."""
+    """Submits one batch with all due unmaps.
+
+    Returns False, changing nothing, if the queue is full or memory is short.
+    """
     first = found[0][0]
     ops, mapper = first.ops, first.reclaimer.mapper
     ticket, count = Ticket(mapper.context), 0
