@@ -111,7 +111,7 @@ class EngineModel:
     # ---- calls of an engine ----------------------------------------------------------------------
 
     def admit(self) -> None:
-        """Admits a request, either at once or in the background, sometimes with an earlier lease."""
+        """Admits a request, at once or in the background, sometimes with an earlier lease."""
         options: dict[str, Any] = {
             "room": self.random.choice((0, 1, 9)),
             "stream": self.stream(),
@@ -159,7 +159,7 @@ class EngineModel:
             take(self.engine.admit(given, space, **options))
 
     def lease(self) -> None:
-        """Takes a lease for a later prompt; if there are several, releases or drops the oldest."""
+        """Takes a lease for a later prompt; if there are three, releases or drops one instead."""
         if len(self.leases) > 2:
             lease = self.leases.pop(0)
             if self.random.random() < 0.5:

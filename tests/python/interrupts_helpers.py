@@ -123,8 +123,8 @@ class Interrupts:
     _known: dict[CodeType, Instructions] = {}  # noqa: RUF012
 
     def __init__(self, *at: int, package: str = PACKAGE) -> None:
-        """Raises at the points `at`: the number of the first one, counted from 1, then the distance
-        from it to the second one in points, and so on.
+        """`at` is the number of the first point that raises, counted from 1; then the distance to
+        the second one, in points, and so on.
         """
         self._at = list(at)
         self._package = package

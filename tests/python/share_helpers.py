@@ -371,8 +371,8 @@ class WindowModel(ShareModel):
         )
 
     def sees(self, reqid: int) -> bool:
-        """Returns true if no row that the next token's kernel reads has been dropped from a window,
-        including the rows that it reads but does not use.
+        """Returns true if no window has dropped a row that the next token attends to, or that its
+        kernel reads.
         """
         length = len(self.tags[reqid])
         kept = [one.config.window + one.config.window_tile for one in self.parts]

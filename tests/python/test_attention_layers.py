@@ -116,8 +116,7 @@ def test_state_layers_and_layers_without_storage_are_skipped(host: pyvmem.Contex
 
 
 def test_the_block_mask_of_a_window_covers_the_visible_blocks(host: pyvmem.Context) -> None:
-    """Derives the columns that each row sees from the blocks and the mask, as a compiled call does.
-    """
+    """Derives the columns that each row sees from the blocks and the mask, as compiled calls do."""
     from pyvmem.attention import flex
 
     config = KVCacheConfig(1, 1, 16, "float32", max_batch=6, max_seq_len=1024)

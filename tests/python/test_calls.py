@@ -327,7 +327,7 @@ def shared(context: Context, pages: int, layers: int) -> dict[str, int]:
         first = cache.alloc_reqid() or 0
         lens[first] = pages * ROWS - 3
         assert cache.step(lens) == 0
-        # The first fork queries the back end's capabilities, as in an engine that has run for a while.
+        # Queries the back end's capabilities, as an engine does that has run for a while.
         cache.free_reqid(cache.fork(first, ROWS) or 0)
         cache.trim()
         forked = calls_of(lambda: cache.fork(first))

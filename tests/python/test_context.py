@@ -454,7 +454,7 @@ def test_batch_waits_for_a_descriptor_in_the_calling_thread(
         opener = threading.Timer(0.05, gate.set)
         opener.start()
         context.batch(batch, after=[gate])
-        assert select.select([gate.fd], [], [], 0)[0]  # the call returned only once the gate was open
+        assert select.select([gate.fd], [], [], 0)[0]  # the gate is open on return
         opener.join()
     assert rsv.query().mapped
 

@@ -898,8 +898,7 @@ def test_a_queued_request_stays_busy_while_other_threads_read_it(
 
 
 def test_a_cancelled_call_is_over_before_its_callbacks(host: Context) -> None:
-    """If `cancel` is interrupted, the callbacks may never run, so the call must not depend on them.
-    """
+    """If `cancel` is interrupted, the callbacks may never run, so the call must end before them."""
     with requests(host) as cache:
         request = computed(cache, PROMPT)
         seen: list[State] = []

@@ -34,7 +34,7 @@ def test_probes_are_installed_until_that_fails(
     monkeypatch.setattr(environment, "install", install)
     for _ in range(2):
         environment.install_probes()
-    # Success leaves no stamp, so a second call also happens after a successful one.
+    # A failure is remembered; a success is not, so the second call installs again.
     assert calls == [["probes"]] * (2 if works else 1)
     assert ("no USDT probes" in capsys.readouterr().out) != works
 
