@@ -21,8 +21,8 @@ LAYERS = 2
 
 @dataclass(frozen=True)
 class Case:
-    """A batch: lengths and numbers of new tokens by reqid, and the order of the tokens. Together
-    they determine which path a kernel takes.
+    """A batch: the requests in the order of their tokens, and each one's number of new tokens and
+    length. Together they determine which path a kernel takes.
     """
 
     name: str
@@ -51,8 +51,9 @@ def filled(
     poison: bool = True,
     **changes: Any,
 ) -> Iterator[KVCache]:
-    """Yields a cache whose requests hold random rows; the rest of their pages holds NaN, or
-    zeros."""
+    """Yields a cache whose requests hold random rows; the rest of their pages is filled with NaN,
+    or with zeros if `poison` is false.
+    """
     values: dict[str, Any] = {
         "num_layers": LAYERS,
         "num_kv_heads": heads,
@@ -99,7 +100,7 @@ def reference(q: torch.Tensor, cache: KVCache, layer: int, case: Case) -> torch.
 
 
 def queries(cache: KVCache, case: Case, repeat: int) -> torch.Tensor:
-    """Returns random queries with `repeat` heads for every KV head."""
+    """Returns random queries with `repeat` query heads per KV head."""
     config, device = cache.config, cache.k(0).device
     shape = (sum(case.q_lens), config.num_kv_heads * repeat, config.head_dim)
     return torch.randn(shape, dtype=getattr(torch, str(config.dtype)), device=device)
@@ -109,7 +110,9 @@ def queries(cache: KVCache, case: Case, repeat: int) -> torch.Tensor:
 
 
 def fill(cache: LayeredCache, case: Case, poison: bool = True) -> None:
-    """Writes random values to the visible rows, and NaN or zero to all other mapped rows."""
+    """Writes random values to the visible rows, and NaN to all other mapped rows, or zeros if
+    `poison` is false.
+    """
     torch.manual_seed(3)
     lens = [0] * 6
     for _ in range(6):
@@ -137,7 +140,7 @@ def fill(cache: LayeredCache, case: Case, poison: bool = True) -> None:
 def wanted(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case, window: int
 ) -> torch.Tensor:
-    """Computes the reference in float64, token by token, from whole tensors."""
+    """Computes reference attention in float64, token by token, from whole K and V tensors."""
     out, start = [], 0
     for reqid, new, length in zip(case.reqids, case.q_lens, case.kv_lens, strict=True):
         for token in range(new):

@@ -43,7 +43,7 @@ def compiled(function: Any, **more: Any) -> Any:
 
 
 def generates(model: Any, rows: int, length: int) -> None:
-    """Checks that `generate` with a VMemCache matches the plain model, greedy and with beams."""
+    """Checks `generate` with a VMemCache against the plain model, greedily and with beam search."""
     model = model.to(DEVICE)
     dice = torch.Generator().manual_seed(5)
     ids = torch.randint(1, VOCABULARY, (2, 9), generator=dice).to(DEVICE)
@@ -124,7 +124,9 @@ def attention() -> None:
 
 
 def writer() -> None:
-    """Checks writing of keys, and of states that have no positions, with and without autograd."""
+    """Checks that `Writer` writes keys that require gradients, and states, which have no
+    positions.
+    """
     shapes = layer_shapes(model_of("lfm2").config)
     state = next(layer for layer, one in enumerate(shapes) if hasattr(one, "states"))
     keys = next(layer for layer, one in enumerate(shapes) if not hasattr(one, "states"))

@@ -2,8 +2,8 @@
 """Fixtures: one context per test, on every back end that this machine can use.
 
 VMEM_TEST_BACKEND (names separated by commas) selects the back ends; if a selected back end is
-unusable, its tests fail instead of being skipped. VMEM_TEST_GRANULE (4096): the smallest page size
-on `host`, in bytes; 2097152 gives it the page size of cuda.
+unusable, its tests fail instead of being skipped. VMEM_TEST_GRANULE sets the smallest page size on
+`host`, in bytes (4096 by default); 2097152 is the page size of cuda.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import pytest
 
 import pyvmem
 
-# Torch's threads spin at barriers. On a busy machine, that takes time slices from the threads they
-# wait for: with two other processes on two cores, it was eight times slower. Torch reads the
-# variable when it is imported, later in the tests.
+# Torch's threads spin at barriers. On a busy machine, they take CPU time from the very threads that
+# they wait for: with two other processes on two cores, torch ran eight times slower. It reads the
+# variable when a test imports it, which is later.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
@@ -84,7 +84,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def short_collections() -> None:
     """Excludes existing objects from the garbage collections after each test.
 
-    With torch, its compiler and transformers loaded, each took 0.2 to 0.4 s.
+    With torch, its compiler and transformers loaded, each collection took 0.2 to 0.4 s.
     """
     gc.collect()
     gc.freeze()
@@ -110,8 +110,9 @@ def context(backend: str) -> Iterator[pyvmem.Context]:
 
 @pytest.fixture
 def host() -> Iterator[pyvmem.Context]:
-    """Opens a context on ``host``, for tests of what works only there (CPU access, fork, exact
-    counts)."""
+    """Opens a context on ``host``, for tests of what works only there: CPU access, fork and exact
+    counts.
+    """
     ctx = open_context("host")
     yield ctx
     gc.collect()

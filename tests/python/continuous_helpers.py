@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Lists features of the installed transformers' continuous batching, and how to enable them."""
+"""The version of transformers that is installed, and how to configure its continuous batching."""
 
 from __future__ import annotations
 

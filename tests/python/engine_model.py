@@ -111,7 +111,7 @@ class EngineModel:
     # ---- calls of an engine ----------------------------------------------------------------------
 
     def admit(self) -> None:
-        """Admits a request, now or in the background, with a lease taken earlier or none."""
+        """Admits a request, at once or in the background, sometimes with an earlier lease."""
         options: dict[str, Any] = {
             "room": self.random.choice((0, 1, 9)),
             "stream": self.stream(),
@@ -144,7 +144,7 @@ class EngineModel:
             assert found.length < len(ids)
             self.counts["hit" if found.length else "miss"] += 1
             life = self.born(found, ids[: found.length])
-            if options["reserve"] and not later and not self.calls:  # promised by the reservation
+            if options["reserve"] and not later and not self.calls:  # guaranteed by the reservation
                 room = min(len(ids) + options["room"], self.longest)
                 short = self.engine.extend({found: room})
                 assert short is None, f"{found!r} was promised {room} tokens: {told(short)}"
@@ -159,7 +159,7 @@ class EngineModel:
             take(self.engine.admit(given, space, **options))
 
     def lease(self) -> None:
-        """Takes a lease for a later prompt, or releases or drops an earlier lease."""
+        """Takes a lease for a later prompt; if there are three, releases or drops one instead."""
         if len(self.leases) > 2:
             lease = self.leases.pop(0)
             if self.random.random() < 0.5:

@@ -33,7 +33,7 @@ class Gpu:
 
 
 def stand_ins(gpu: Gpu) -> types.SimpleNamespace:
-    """Returns classes that mimic torch's and cuda.core's."""
+    """Returns classes that mimic those of torch and cuda.core."""
 
     class TorchEvent:
         def __init__(self, handle: int) -> None:
@@ -128,7 +128,7 @@ def stand_ins(gpu: Gpu) -> types.SimpleNamespace:
 
 
 class Driver:
-    """The libcuda calls in use, faked."""
+    """Fakes the libcuda calls that the package makes."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu

@@ -11,13 +11,15 @@ looks at its eval breaker
   POP_JUMP_BACKWARD_IF_* and RESUME;
 - 3.12 and 3.13: after CALL, CALL_KW, CALL_FUNCTION_EX, JUMP_BACKWARD and RESUME.
 
-The points are the union of these over all versions: after each of these instructions, also after
-calls of Python functions, and where a frame starts or resumes; except where an exception is thrown
-into a generator. That also happens when an unfinished generator is dropped, as `any` may do. The
-exception is raised before the next instruction runs. If that instruction has another handler than
-the call (``return f()`` inside ``with``), the point is skipped: CPython would enter the call's
-handler, and tracing cannot do so. Finalizers, whose exceptions are lost, and frames of other
-packages are skipped too.
+The points are the union of these places over all versions: after each of these instructions, even
+if it calls a Python function, and wherever a frame starts or resumes. There is no point where a
+frame resumes because an exception is thrown into its generator. This also happens when an
+unfinished generator is dropped, as `any` may do.
+
+`Interrupted` is raised before the next instruction runs. If that instruction and the call have
+different exception handlers (``return f()`` inside ``with``), the point is skipped: CPython would
+enter the call's handler, and tracing cannot do so. Finalizers, whose exceptions are lost, and
+frames of other packages are skipped too.
 """
 
 from __future__ import annotations
@@ -56,11 +58,11 @@ class Interrupted(BaseException):
 
 
 class Stuck(BaseException):
-    """A call did not return in time."""
+    """Raised if a call does not return in time."""
 
 
 class NotHere(Exception):
-    """A scenario needs a capability that this back end lacks."""
+    """Raised if a scenario needs a capability that this back end lacks."""
 
 
 # ---- points --------------------------------------------------------------------------------------
@@ -121,8 +123,8 @@ class Interrupts:
     _known: dict[CodeType, Instructions] = {}  # noqa: RUF012
 
     def __init__(self, *at: int, package: str = PACKAGE) -> None:
-        """`at`: number of the first point that raises, counted from 1; then the distance in points
-        to the second, and so on.
+        """`at` is the number of the first point that raises, counted from 1; then the distance to
+        the second one, in points, and so on.
         """
         self._at = list(at)
         self._package = package
@@ -145,14 +147,14 @@ class Interrupts:
                 gc.enable()
 
     def _run_monitored(self, call: Callable[[], Any]) -> Any:
-        """Makes the call under sys.monitoring; since 3.12 a trace function misses instructions on a
-        code object's first run.
+        """Makes the call under sys.monitoring, because since 3.12 a trace function misses
+        instructions the first time that a code object runs.
         """
         monitoring: Any = getattr(sys, "monitoring")  # noqa: B009 - absent from older versions
         events = monitoring.events
         # per frame: the last instruction, and whether the frame has just started
         states: dict[int, list[Any]] = {}
-        caller = threading.get_ident()  # monitoring covers all threads, tracing only the caller's
+        caller = threading.get_ident()  # monitoring covers all threads, tracing only one
 
         def begins(code: CodeType, offset: int) -> Any:
             frame = sys._getframe(1)
@@ -165,8 +167,8 @@ class Interrupts:
             states.pop(id(sys._getframe(1)), None)
 
         def raises(code: CodeType, offset: int, error: BaseException) -> None:
-            # An instruction that raises does not check the eval breaker; nor does a throw into a
-            # generator.
+            # Neither an instruction that raises nor a throw into a generator checks the eval
+            # breaker.
             if code.co_filename.startswith(self._package):
                 states[id(sys._getframe(1))] = [-1, False]
 
@@ -207,7 +209,7 @@ class Interrupts:
             return call()
         finally:
             monitoring.set_events(tool, 0)
-            # re-enables locations that returned DISABLE, for the next run
+            # for the next run: enables the locations that returned DISABLE again
             monitoring.restart_events()
             for event in callbacks:
                 monitoring.register_callback(tool, event, None)
@@ -248,7 +250,7 @@ class Interrupts:
                     self._point(known, last)
                 last = at
             elif event == "exception":
-                last, entry = -1, False  # see `raises`
+                last, entry = -1, False  # see `raises` above
             return trace
 
         return trace
@@ -259,7 +261,7 @@ class Interrupts:
             self._at.pop(0)
             self.count = 0
             self.places.append(known.place(offset))
-            # an exception of the tracer disables tracing, but not monitoring
+            # an exception that the tracer raises disables tracing, but not monitoring
             if sys.version_info < (3, 12):
                 sys.setprofile(self._go_on)
             raise Interrupted(self.places[-1])
@@ -308,8 +310,8 @@ class Alarm:
         self._due = math.inf
 
     def ring(self, *_: object) -> None:
-        # If another thread received the signal, it may be delivered late, after the alarm was set
-        # again.
+        # If another thread received the signal, it may be delivered only after the alarm has been
+        # set again.
         if time.monotonic() >= self._due:
             raise self._error
 
@@ -325,7 +327,7 @@ class Alarm:
 
 @contextlib.contextmanager
 def alarms() -> Iterator[Alarm]:
-    """Borrows the process's alarm clock; restores the previous handler and its remaining time."""
+    """Borrows the process's interval timer, then restores its handler and remaining time."""
     alarm = Alarm()
     begun = time.monotonic()
     left, _ = signal.setitimer(signal.ITIMER_REAL, 0)
@@ -381,7 +383,10 @@ class Engine:
     # ---- building blocks of scenarios ------------------------------------------------------------
 
     def cache(self, budget: Budget | None = None, pages: int = 64, **changes: Any) -> KVCache:
-        """Creates a small cache; `pages`: its memory or its budget's, in pages per tensor."""
+        """Creates a small cache with memory for `pages` pages per tensor.
+
+        With a `budget`, `pages` must be the budget's memory, which is not changed.
+        """
         config = small_config(self.page, **changes)
         tensors = 2 * config.num_layers // config.group_size
         if budget is None:
@@ -579,9 +584,10 @@ def lens(cache: Cache, more: dict[int, int] | None = None) -> list[int]:
 Call = Callable[[], Any]
 Steps = Iterator[Call]
 Scenario = Callable[[Engine], Steps]
-"""Prepares an engine, yields the call to interrupt, then makes it again and checks its effect,
-whether the call was interrupted or completed. The function's attribute `context` holds
-options for the engine's context. Failures that it injects stop after the call."""
+"""A scenario prepares an engine and yields the call to interrupt. It then makes the call again and
+checks its effect, whether the first call was interrupted or completed. If the function has an
+attribute `context`, it holds options for the engine's context. Failures that a scenario injects
+stop after the call."""
 
 
 def again(call: Call) -> Generator[Call, None, Any]:
@@ -591,7 +597,7 @@ def again(call: Call) -> Generator[Call, None, Any]:
 
 
 def ended(steps: Steps) -> None:
-    """Runs the rest of a scenario after its call."""
+    """Runs what a scenario does after its call."""
     assert list(steps) == [], "a scenario has only one call"
 
 
@@ -601,7 +607,7 @@ class Outcome:
     Attributes:
         places: where the call was interrupted.
         count: points in the call, or after the last interruption.
-        broken: the first check that failed; empty: none.
+        broken: describes the first check that failed; empty if none did.
         stuck: true if a call did not return in time.
         orphans: see `Engine`.
     """

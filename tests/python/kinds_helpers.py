@@ -126,7 +126,7 @@ def _lfm2() -> Any:
 
 
 def _gemma4() -> Any:
-    """The full-attention layer has larger heads; the last two layers reuse the keys of others."""
+    """The full-attention layer has larger heads; the last two layers reuse other layers' keys."""
     kinds = ["sliding_attention", "sliding_attention", "full_attention"]
     config = transformers.Gemma4TextConfig(
         **_SMALL,
@@ -229,6 +229,6 @@ KINDS = {"gemma3": _gemma3, "mistral": _mistral, "qwen3": _qwen3, "deepseek": _d
 
 @functools.cache
 def model_of(kind: str) -> Any:
-    """Returns a model of the kind, in evaluation mode; the same object every time."""
+    """Returns the model of this kind in evaluation mode; every call returns the same object."""
     torch.manual_seed(7)
     return {**KINDS, **STATES, **PARTIAL}[kind]().eval()

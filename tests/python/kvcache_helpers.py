@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Small caches for tests, and a plain Python model of a cache's behaviour."""
+"""Small caches for tests, and a plain Python model of a cache's behavior."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ LAYERS = 2
 
 
 def small_config(page: int, **changes: Any) -> KVCacheConfig:
-    """Describes two layers, four slots of up to six pages, and eight float32 rows per page,
-    whatever its size.
+    """Returns a configuration with two layers, four slots of up to six pages each, and eight
+    float32 rows per page, whatever the page size.
     """
     values: dict[str, Any] = {
         "num_layers": LAYERS,
@@ -55,8 +55,8 @@ def small_cache(context: pyvmem.Context, **changes: Any) -> Iterator[KVCache]:
 def policy_cache(
     context: pyvmem.Context, policy: dict[str, Any], limit: int, **changes: Any
 ) -> KVCache:
-    """Yields a cache for random engines; the policy may set another `limit`, in pages per
-    tensor.
+    """Returns a cache for random engines with a memory limit of `limit` pages per tensor, unless
+    the policy sets another `limit`.
     """
     page, options = context.info.granule, {"limit": limit, **policy, **changes}
     options["memory_limit"] = options.pop("limit") * 2 * LAYERS * page
@@ -183,7 +183,7 @@ def at_the_gate(turns: Any) -> bool:
 
 @contextlib.contextmanager
 def pending() -> Iterator[FdEvent]:
-    """Yields an event that stands for GPU work; it is signalled no later than the end of the block.
+    """Yields an event that stands for GPU work; it is signaled no later than the end of the block.
 
     Use it inside the cache's ``with`` block, so that the work completes before the cache is closed
     even if the test fails; otherwise `close` would hang.
@@ -343,7 +343,7 @@ class Model:
             self.free(max(self.rows, key=lambda reqid: len(self.rows[reqid])), wait=False)
 
     def free(self, reqid: int, wait: bool) -> None:
-        """Frees a request; with `wait`, while its GPU work is still unfinished."""
+        """Frees a request; if `wait` is true, its GPU work is still unfinished."""
         event = None
         if wait:
             event = FdEvent.create()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """A plain model of a context: its mappings, the owners of its pages, and the pages' contents.
 
-It predicts the class of the first error of a batch; if there is none, it changes its own state as
-the batch should change the context. Lengths are in granules; contents are four quarters of one byte
-value each, None where unknown.
+It predicts the class of a batch's first error; if there is none, it changes its own state as the
+batch should change the context. Lengths are in granules. A granule's contents are four quarters,
+each filled with one byte value, or None if unknown.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Op:
 
 
 class Refused(Exception):
-    """The batch must fail with this error."""
+    """Raised with the error that the batch must report."""
 
     def __init__(self, error: type[pyvmem.VMemError]) -> None:
         super().__init__(error.__name__)
@@ -184,7 +184,7 @@ class Model:
         busy.add(key)
 
     def apply(self, ops: list[Op]) -> None:
-        """Maps, then fills, then unmaps, as vmem_batch promises; `check` has passed."""
+        """Applies a batch that `check` has passed: maps, fills and unmaps in vmem_batch's order."""
         for op in ops:
             if op.kind in ("map", "populate"):
                 self._map(op)

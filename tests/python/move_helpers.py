@@ -27,8 +27,9 @@ def cache_over(context: Context, **changes: Any) -> Any:
 
 
 def with_tiers(backend: str, **options: Any) -> Context:
-    """Opens a context that can place pages in host memory; skips the test if the back end
-    cannot."""
+    """Opens a context that can place pages in host memory; skips the test if the back end has no
+    host pages.
+    """
     context = open_context(backend, **options)
     if Caps.HOST_PAGES not in context.info.caps:
         context.close()
@@ -50,8 +51,8 @@ def in_pieces(cache: KVCache, rows: int, by: int = ROWS) -> tuple[int, int]:
 
 
 def scatter(cache: KVCache, reqid: int, first: int = 0) -> None:
-    """Moves the pages from `first` on, first the even ones, then the odd ones, behind the cache's
-    back.
+    """Moves the pages from `first` on behind the cache's back: first the even ones, then the odd
+    ones.
     """
     layout, page = cache.layout, cache.layout.page_size
     pages = cache.snapshot()[reqid].mapped_pages - first

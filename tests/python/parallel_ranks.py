@@ -45,7 +45,7 @@ TENSORS = 2 * LAYERS
 
 
 class Rank:
-    """The process's rank, as passed to each scenario."""
+    """This process's rank, which every scenario gets as its argument."""
 
     def __init__(self, index: int, size: int, backend: str) -> None:
         self.index, self.size = index, size
@@ -78,8 +78,9 @@ class Rank:
                 cache.check_integrity()
 
     def work(self) -> FdEvent:
-        """Starts GPU work that completes later: immediately on rank 0, on the other ranks sometimes
-        so late that several calls find it unfinished.
+        """Starts GPU work, which sometimes completes so late that several calls find it unfinished.
+
+        On rank 0, all other work is already complete on return.
         """
         event = FdEvent.create()
         slow = self.random.random() < 0.2
@@ -256,7 +257,7 @@ def ranks_differ(rank: Rank) -> Any:
 
 
 def ranks_ask_for_other_things(rank: Rank) -> Any:
-    """Makes the same call with different arguments on each rank; the results are equal."""
+    """Makes each call with different arguments on each rank; the results must be equal."""
     other = int(rank.index == 1)
     prompt = list(range(40))
     calls: dict[str, Callable[[ParallelKVCache], Any]] = {

@@ -289,8 +289,9 @@ def shared_windows(rank: Any) -> Any:
 
 
 def held_back(rank: Any) -> Any:
-    """On rank 0, GPU work completes before the step; on the other ranks, while the step waits for
-    it."""
+    """Completes GPU work before the step on rank 0, and while the step waits for it on the other
+    ranks.
+    """
     answers: list[Any] = []
     prompt = list(range(8))
     with rank.cache(pages=6, low_watermark=0.5) as cache, FdEvent.create() as work:

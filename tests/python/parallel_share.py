@@ -33,10 +33,11 @@ class RankModel:
     """Drives a cache at random and checks every answer; the ranks compare `answers`.
 
     Args:
-        cache: a row fills an eighth of a page; no window.
-        rank: index and number of ranks; every rank writes rows of its own.
-        work: starts GPU work that completes at a later time, different on every rank.
-        dawdle: sleeps, for a different time on every rank.
+        cache: has no window, and eight rows per page.
+        rank: this rank's index, and the number of ranks; every rank writes different rows.
+        seed: seeds the random choices; it is the same on every rank.
+        work: starts GPU work that completes later, at a different time on every rank.
+        dawdle: sleeps for a different time on every rank.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class RankModel:
         self.budget = cache.available_pages
         self.requests: dict[int, Request] = {}
         self.swapped: list[tuple[SwappedRequest, Request]] = []
-        # page of each sharing unit, by all ids up to the unit's end
+        # the page of each recorded sharing unit, by all ids up to the unit's end
         self.recorded: dict[tuple[int, ...], int] = {}
         self.known: dict[tuple[int, ...], int] = {(0,): 0}
         self.numbers = 0
@@ -90,8 +91,9 @@ class RankModel:
         return out
 
     def prompt(self) -> list[int]:
-        """Returns one of three system prompts, a part of one, or an earlier turn; then a few more
-        ids.
+        """Returns a prompt: all or part of a system prompt or an earlier turn, then a few more ids.
+
+        There are three system prompts.
         """
         system = [self.random.choice((1, 2, 3))] * 3 * self.rows
         known = [*map(list, self.known), system, system, system]
@@ -198,7 +200,7 @@ class RankModel:
             self.enter(child, Request(one.ids[:length], one.tags[:length], own))
 
     def note_record(self, reqid: int, ids: list[int]) -> None:
-        """Records new rows as pages that the request owns."""
+        """Notes which of the request's pages hold the rows that a recording adds."""
         with self.cache.match(ids, leave=0) as found:
             before = self.said("match", found.length)
         for end in range(before + self.rows, len(ids) + 1, self.rows):

@@ -17,7 +17,11 @@ WORKER = Path(__file__).with_name("parallel_ranks.py")
 def run_ranks(
     backend: str, folder: Path, size: int = 2, *calls: int, seconds: float = 240
 ) -> dict[str, Any]:
-    """Returns the results of all scenarios, or of `calls`; they must be the same on all ranks."""
+    """Runs all scenarios, or random calls if `calls` gives their number (and a seed).
+
+    Returns:
+        The results, which must be the same on all ranks.
+    """
     words = [str(size), str(folder / "store"), backend, *map(str, calls)]
     with ExitStack() as stack:
         ranks = []
@@ -31,8 +35,7 @@ def run_ranks(
         end = time.monotonic() + seconds
         running = True
         while running:
-            # If a rank fails, the other ranks wait for it, and their later errors are only a
-            # consequence.
+            # If a rank fails, the others wait for it, and their errors are only consequences.
             running = any(one.poll() is None for one in ranks)
             for rank, one in enumerate(ranks):
                 assert not one.poll(), (folder / f"{rank}.err").read_text()

@@ -371,8 +371,8 @@ class WindowModel(ShareModel):
         )
 
     def sees(self, reqid: int) -> bool:
-        """Returns true if all rows that the next token attends to, or that its kernel reads, are
-        intact.
+        """Returns true if no window has dropped a row that the next token attends to, or that its
+        kernel reads.
         """
         length = len(self.tags[reqid])
         kept = [one.config.window + one.config.window_tile for one in self.parts]
@@ -409,7 +409,7 @@ class WindowModel(ShareModel):
         self._where_it_is_there(super().truncate, reqid)
 
     def _where_it_is_there(self, call: Callable[[int], None], reqid: int) -> None:
-        """Makes a call that fails if a window starts in unmapped rows."""
+        """Makes a call that may fail because a window begins in unmapped rows."""
         before = self.running()
         try:
             call(reqid)

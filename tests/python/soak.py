@@ -125,7 +125,7 @@ class LateEvents:
 
 @dataclass
 class Lease:
-    """A lease on a match of a prefix of these tokens; `lost`: the match may have been evicted."""
+    """A lease on the match of a prefix of `tokens`; if `lost`, the match may have been evicted."""
 
     match: PrefixMatch
     tokens: list[int]
@@ -263,7 +263,7 @@ class Endless:
         super().swap_out(reqid)  # type: ignore[misc]
 
     def step_ahead(self: Any) -> None:
-        """Requests rows in the background that may never be used by a step."""
+        """Grows requests in the background, by rows that no step may ever use."""
         longest = self.first.config.max_seq_len
         want = self.lens()
         for reqid, tokens in self.tokens.items():
@@ -309,7 +309,8 @@ class Endless:
 
     def move(self: Any, reqid: int) -> None:
         """Moves pages to the host or back. Moves that were already in flight complete even if
-        memory is short."""
+        memory is short.
+        """
         before = self.cache.snapshot()[reqid]
         held = before.seq_len
         tokens = None
@@ -332,7 +333,7 @@ class Endless:
         tokens, tags, swapped = before
         slots = self.first.snapshot()
         self.tokens, self.tags, self.swapped = {}, {}, []
-        for lease in self.leases:  # the call may have used the lease, or trimmed
+        for lease in self.leases:  # the call may have used the lease, or trimmed the cache
             lease.lost = True
         for one in swapped:
             if one[0].is_open:

@@ -105,7 +105,8 @@ def _requests(case: Case) -> list[tuple[int, int, int]]:
 
 def test_a_batch_advances_in_its_own_tensors(context: pyvmem.Context) -> None:
     """Checks that an advanced batch equals a new batch, and that invalid arguments change
-    nothing."""
+    nothing.
+    """
     with filled(context, MIXED) as cache:
         attend = Attention(cache)
         batch = attend.batch((5, 0), (1, 2), (9, 9))
@@ -147,7 +148,7 @@ def test_an_advanced_batch_gets_a_new_mask(host: pyvmem.Context) -> None:
 def test_a_chunk_too_large_for_torchs_decoding_kernel(
     host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch, rows: int, sharing: int, forced: bool
 ) -> None:
-    """Runs the code used on a GPU, uncompiled, with options for which torch has a kernel."""
+    """Runs a GPU's code path uncompiled; checks the options that select a kernel that torch has."""
     from torch.nn.attention.flex_attention import flex_attention
 
     given = []
@@ -201,7 +202,7 @@ def test_the_chosen_kernel_is_logged_once_and_readable(
 def test_a_kernel_that_reads_tiles_needs_rows_past_the_length(
     host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks only the rule, without a GPU."""
+    """Checks only the rule that rejects the kernel, which needs no GPU."""
     one = KERNELS["fa3"]
     monkeypatch.setitem(KERNELS, "fa3", kernels._Kernel(lambda c, d: "", one.run, one.reads))
     cpu = torch.device("cpu")
@@ -289,7 +290,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_block_table_of_a_contiguous_slot(host: pyvmem.Context, shape: Any) -> None:
-    """Checks each row of each request by its block number and its offset in the block."""
+    """Checks every row's address, as computed from its block number and its offset in the block."""
     with filled(host, MIXED, **shape) as cache:
         attend = Attention(cache)
         batch = attend.batch(MIXED.reqids, MIXED.q_lens, MIXED.kv_lens)
@@ -395,8 +396,9 @@ class FakeOp:
 
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces FlashAttention-3's two calls with SDPA on the CPU; the choice between them is as on
-    a GPU."""
+    """Replaces FlashAttention-3's two calls with SDPA on the CPU, but chooses between them as on a
+    GPU.
+    """
     for name in ("fa3", "fa3-paged"):
         reads = KERNELS[name].reads
         monkeypatch.setitem(
@@ -442,7 +444,7 @@ def test_decoding_never_chooses_a_kernel_whose_tile_only_prefills_map(
 
 
 def test_rows_without_memory_are_not_read(host: pyvmem.Context, pretend: None) -> None:
-    """Rows mapped for the tile may be used for tokens, but then no rows are left for the tile."""
+    """Tokens may use rows that are mapped for the tile, but then fa3 cannot read a whole tile."""
     with filled(host, MIXED, overread_rows=191, overread_decode=True) as cache:
         (mapped,) = cache.slots.readable_rows([4])
         assert 90 + 191 <= mapped < 400

@@ -116,8 +116,7 @@ def test_state_layers_and_layers_without_storage_are_skipped(host: pyvmem.Contex
 
 
 def test_the_block_mask_of_a_window_covers_the_visible_blocks(host: pyvmem.Context) -> None:
-    """Counts the visible columns of each row from the blocks and the mask, as the compiled call
-    does."""
+    """Derives the columns that each row sees from the blocks and the mask, as compiled calls do."""
     from pyvmem.attention import flex
 
     config = KVCacheConfig(1, 1, 16, "float32", max_batch=6, max_seq_len=1024)
@@ -172,7 +171,7 @@ def test_a_model_window_over_a_cache_without_windows(host: pyvmem.Context) -> No
 
 
 def test_rows_that_left_the_window_are_not_read(host: pyvmem.Context) -> None:
-    """A batch of more tokens than the step added would start in unmapped pages."""
+    """A batch with more tokens than the step added would begin in unmapped rows."""
     page = host.info.granule
     rows = page // 256
     config = KVCacheConfig(
@@ -202,7 +201,7 @@ def test_rows_that_left_the_window_are_not_read(host: pyvmem.Context) -> None:
 def test_a_tile_before_the_window_needs_its_rows(
     host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks only the rule, without a GPU."""
+    """Checks only the rule that rejects the kernel, which needs no GPU."""
     one = KERNELS["fa2"]
     free = kernels._Kernel(lambda form, device: "", KERNELS["sdpa"].run, one.reads)
     monkeypatch.setitem(KERNELS, "fa2", free)
@@ -338,7 +337,7 @@ def test_scales_are_checked() -> None:
 
 
 def test_the_error_of_8_bits_is_within_the_documented_bound() -> None:
-    """Compares with FlashAttention-3's 8-bit arithmetic: q, k, v and the weights are rounded."""
+    """Mimics FlashAttention-3's 8-bit arithmetic, which rounds q, k, v and the weights."""
     torch.manual_seed(5)
     for length in (64, 1024):
         q, k, v = torch.randn(3, 4, length, 128).unbind()
@@ -356,7 +355,7 @@ def test_the_error_of_8_bits_is_within_the_documented_bound() -> None:
         assert float(error) < FP8_TOLERANCE
 
 
-FP8_TOLERANCE = 0.08  # RMS of the error relative to RMS of the result, as in docs/guides/kernels.md
+FP8_TOLERANCE = 0.08  # RMS of the error divided by RMS of the result, as in docs/guides/kernels.md
 
 
 def test_flash_rejects_values_of_another_head_size(host: pyvmem.Context) -> None:
@@ -391,7 +390,7 @@ def test_shapes_that_flex_attention_supports_on_a_gpu(
 def test_narrow_values_block_by_block(
     monkeypatch: pytest.MonkeyPatch, groups: int, new: int, rows: int, window: int
 ) -> None:
-    """Compares prompts over a latent, whole and in chunks, with one masked call of SDPA."""
+    """Compares whole and chunked prompts over a latent with a single masked SDPA call."""
     q, k = torch.randn(2, new, 4, 24), torch.randn(2, rows, groups, 24)
     v = k[..., :16]
     mask = torch.ones(new, rows, dtype=torch.bool).tril(rows - new)
@@ -471,7 +470,8 @@ def test_wrong_up_projections_are_rejected(cache: LayeredCache) -> None:
 
 def test_layers_and_batches_of_other_caches_are_rejected(context: pyvmem.Context) -> None:
     """A batch checks lengths against its own cache; in another cache the same rows may be
-    unmapped."""
+    unmapped.
+    """
     shapes = [LayerShape(1, 16), LayerShape(1, 16, window=WINDOW)]
     how: dict[str, Any] = {"dtype": "float32", "max_batch": 1, "max_seq_len": 64}
     with (

@@ -34,7 +34,7 @@ def refused(
     def state() -> dict[str, int]:
         record = dataclasses.asdict(context.stats())
         ignored = {"driver_ns", "worker_driver_ns"}
-        if context.cuda_device is not None:  # pages are zeroed in the background
+        if context.cuda_device is not None:  # pages are zeroed in the background, at any time
             ignored |= {"dirty_bytes", "mappings", "slab_calls", "fill_calls"}
         if calls:
             ignored |= {"slab_calls", "map_calls", "unmap_calls", "fill_calls"}
@@ -112,7 +112,7 @@ def test_create_unsupported_page_size(context: pyvmem.Context, page: int, scale:
 
 
 def test_create_more_than_device_memory(context: pyvmem.Context) -> None:
-    """Checks that nothing is allocated: other processes on the device would be short of memory."""
+    """Checks that the call allocates nothing, which would leave other processes short of memory."""
     before = context.stats().slab_calls
     with refused(context, pyvmem.OutOfMemory, calls=True) as caught:
         context.create(1 << 56)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Runs every command, and the functions that engines use, in the environments found in containers.
 
-The environments: a user without a home and without a passwd entry, a read-only home, a full or
+The environments are: a user without a home and without a passwd entry, a read-only home, a full or
 inaccessible /dev/shm, and no /proc. The interpreter may be in a directory that only root can read,
-so the user keeps the capability to read every file, but not to write it.
+so the user keeps the capability to read (but not to write) every file.
 """
 
 import os
@@ -32,7 +32,7 @@ PLACES = {
     "no /proc": "mount -t tmpfs none /proc",
 }
 SIMILAR = ("home cannot be written", "/dev/shm is closed")
-# For programs that import transformers, which takes ten seconds. The long run has all places.
+# Fewer places for programs that import transformers, which takes ten seconds; a long run has all.
 FEWER = [
     pytest.param(place, marks=pytest.mark.long) if place in SIMILAR else place for place in PLACES
 ]
@@ -98,7 +98,7 @@ assert own.equal(model.generate(ids, **options))
 
 @pytest.fixture(scope="module")
 def spaces() -> None:
-    """Skips the tests if there is no other user or no mount namespace."""
+    """Skips the tests if they cannot become another user or create a mount namespace."""
     if os.geteuid() or not shutil.which("setpriv") or not shutil.which("unshare"):
         pytest.skip("needs root, setpriv and unshare")
     words = ["unshare", "-m", "--propagation", "private", "mount", "-t", "tmpfs", "none", "/mnt"]
@@ -109,7 +109,7 @@ def spaces() -> None:
 
 @pytest.fixture(scope="module")
 def folder(spaces: None) -> Iterator[Path]:
-    """Creates a world-writable directory, and a model in another directory."""
+    """Creates a directory with a read-only `home` and with a world-writable `work` and `tmp`."""
     with tempfile.TemporaryDirectory(prefix="vmem-bare-") as name:
         path = Path(name)
         path.chmod(0o755)
@@ -232,8 +232,8 @@ def test_transformers_integration(place: str, folder: Path, model: Path) -> None
 @pytest.mark.parametrize("place", ["no home", "home cannot be written"])
 @pytest.mark.slow
 def test_where_a_converted_model_goes(place: str, folder: Path) -> None:
-    """The model is stored in the temporary directory, but not in another user's directory of the
-    same name.
+    """The model goes to a private directory inside the temporary one, but not if another user has
+    created a directory of that name.
     """
     ask = "from pyvmem.serve.model import cache_dir; print(cache_dir())"
     own = folder / "tmp" / f"vmem-{UID}"
@@ -266,8 +266,7 @@ assert "torch" in sys.modules
 
 @pytest.mark.parametrize("of", ["cache", pytest.param("reservation", marks=pytest.mark.long)])
 def test_tensors_without_numpy_are_released(of: str) -> None:
-    """Without numpy, torch keeps the frames that first import it alive, and with them their
-    locals."""
+    """Without numpy, torch keeps alive the frames that first import it, along with their locals."""
     pytest.importorskip("torch")
     words = [sys.executable, "-W", "ignore", "-c", NO_NUMPY, of]
     done = subprocess.run(words, capture_output=True, text=True, check=False)

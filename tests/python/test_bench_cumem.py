@@ -36,7 +36,7 @@ without_gpu = pytest.mark.skipif(has_libcuda(), reason="this machine has libcuda
 
 
 class Unopened(Cuda):
-    """Cuda without an open device."""
+    """A `Cuda` that has not opened a device."""
 
     def __init__(self) -> None:
         self.driver: Any = driver

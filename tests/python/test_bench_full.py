@@ -48,8 +48,8 @@ def test_a_load_fills_the_cache() -> None:
 
 
 class _Fleet:
-    """Stands in for vLLM: a step takes the given number of seconds for its arm; the second engine
-    is slower.
+    """Stands in for vLLM: a step takes the number of seconds given for its arm, and 1.5 times as
+    long in the first engine that is started.
     """
 
     block_bytes, block_size, vocabulary, longest = 16 << 10, 16, 512, 4096

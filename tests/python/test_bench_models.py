@@ -105,7 +105,7 @@ def test_an_unknown_kind_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.needs_tensors
 def test_the_kernels_side_by_side(tmp_path: Path, backend: str) -> None:
-    """Each kernel is timed by phase, head size and type, or the table says why not."""
+    """For each phase, head size and type, each kernel has a time, or the table says why not."""
     out = tmp_path / "kernels.json"
     args = ["--quick", "--backend", backend, "--kinds", "kernels", "--out", str(out)]
     assert cli.main(["bench", "models", *args]) == 0

@@ -118,8 +118,9 @@ def run(
 
 
 def answers(found: dict[tuple[int, int], Any], requests: Sequence[Request]) -> set[Any]:
-    """Returns the results at the end of each prompt: where a prompt is split depends on when it
-    gets memory.
+    """Returns which results come after a whole prompt.
+
+    The others depend on where a prompt was split, and so on when it got memory.
     """
     return {(number, rows) for number, rows in found if rows >= requests[number].context}
 
@@ -135,7 +136,7 @@ REQUESTS = (Request(100, 5), Request(3, 40), Request(65, 2), Request(17, 9), Req
 
 @pytest.mark.parametrize("kind", ["slots", "16", "128", "static"])
 def test_every_store_agrees_with_a_single_prefill(model: Decoder, kind: str) -> None:
-    """Feeds given tokens: the logits after each token equal those of one pass over all tokens."""
+    """Feeds known tokens; the logits after the prompt and at the end equal those of one pass."""
     with closing(make(kind, 4 << 20)) as store:
         outcome, found = run(model, store, kernels(kind), REQUESTS)
         assert outcome.finished == len(REQUESTS)
@@ -162,7 +163,8 @@ def test_every_store_agrees_with_a_single_prefill(model: Decoder, kind: str) -> 
 @pytest.mark.parametrize("kind", ["slots", "16"])
 def test_recomputed_requests_get_the_same_logits(model: Decoder, kind: str) -> None:
     """Memory does not suffice for all requests; preempted requests resume and end with the same
-    logits."""
+    logits.
+    """
     requests = [Request(60, 60), Request(50, 60), Request(40, 70)]
     with closing(make(kind, 4 << 20)) as store:
         ample, wanted = run(model, store, kernels(kind), requests)
@@ -189,8 +191,8 @@ def test_shared_prefixes_are_not_computed_again(model: Decoder, kind: str) -> No
         shared, found = run(model, store, kernels(kind), arrivals)
         assert store.held().held == 0
     assert plain.shared == 0
-    # In units of 16 tokens: 100 tokens of the second request are cached, and all but the last token
-    # of the last request.
+    # 100 tokens of the second request are cached, and all but the last token of the last request;
+    # both are rounded down to units of 16 tokens.
     assert shared.shared == 96 + 144
     assert shared.prompt_tokens == plain.prompt_tokens - shared.shared
     assert apart(wanted, found) < 0.05
@@ -285,7 +287,7 @@ def test_kernels_get_sufficient_tensors(
 
 
 class LikeFlashInfer:
-    """Mimics FlashInfer's paged wrapper and its call for one request, which see only their
+    """Mimics FlashInfer's paged wrapper and its single-request call, which see nothing but their
     arguments.
     """
 
@@ -351,8 +353,8 @@ def test_prompts_by_flashinfer(model: Decoder, kind: str, monkeypatch: pytest.Mo
 
 
 def test_look_ahead_passed_to_a_store(model: Decoder) -> None:
-    """The store gets decoding's look-ahead in steps of half its size, and never less than one such
-    half.
+    """A decoding request asks the store for multiples of half the look-ahead, and is always more
+    than half of it ahead.
     """
     told: list[tuple[int, int]] = []
     ended: list[tuple[int, int]] = []
@@ -377,7 +379,7 @@ def test_look_ahead_passed_to_a_store(model: Decoder) -> None:
 
 
 def test_a_wrong_block_table_is_seen(model: Decoder) -> None:
-    """Checks that the comparison of logits can fail: one table entry names a wrong block."""
+    """Checks that the comparison of logits can fail: the second block of every table is wrong."""
 
     class Wrong(Paged):
         def upload(self) -> None:
@@ -392,7 +394,7 @@ def test_a_wrong_block_table_is_seen(model: Decoder) -> None:
 
 
 class Later(Paged):
-    """A store whose memory is ready one step after the request; records the requests."""
+    """A store whose memory is ready one step after it is requested; records what is requested."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -484,13 +486,13 @@ def test_slots_leave_some_pages_to_running_requests() -> None:
     with closing(make("slots", 200 * 4096)) as store:
         assert isinstance(store, Slots)
         layout = store.cache.layout
-        # the pages of one request
+        # one request's pages
         assert LONGEST * layout.row_bytes * layout.num_tensors == 64 * 4096
         page_rows = 4096 // layout.row_bytes
         slots = [taken(store)[0] for _ in range(3)]
         whole = [(slot, LONGEST) for slot in slots[:2]]
         assert store.fits([*whole, (slots[2], page_rows)], LONGEST)  # 196 of 200 pages
-        assert not store.fits([*whole, (slots[2], 2 * page_rows)], LONGEST)  # all
+        assert not store.fits([*whole, (slots[2], 2 * page_rows)], LONGEST)  # all 200 pages
 
 
 def test_blocks_are_allocated_and_freed() -> None:
@@ -1016,8 +1018,9 @@ def test_slots_keep_memory_that_no_request_needs() -> None:
 
 
 def test_two_processes_serve_as_one(tmp_path: Path) -> None:
-    """Starts ranks on the CPU as torchrun does; every arm runs, the answers are equal, and one
-    result is written."""
+    """Starts ranks on the CPU as torchrun does; every arm runs, the answers are equal, and only one
+    result is written.
+    """
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]

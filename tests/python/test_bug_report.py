@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`vmem probe --report` is complete and contains no private user data."""
+"""Checks that `vmem probe --report` is complete and contains no private user data."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def test_a_file_has_the_outcome_of_each_check(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In addition to the usual output, the file lists each check's outcome, without private
-    data."""
+    data.
+    """
     file = tmp_path / "report.md"
     assert main(["probe", "--report", str(file)]) == 0
     report, said = file.read_text(encoding="utf-8"), capsys.readouterr().out

@@ -116,7 +116,8 @@ def test_a_step(context: Context, growing: int) -> None:
 @pytest.mark.parametrize("growing", [1, 100])
 def test_a_step_with_growth_ahead(context: Context, growing: int) -> None:
     """Checks growth ahead of need: the next pages are ready, and the step that uses them maps
-    nothing."""
+    nothing.
+    """
     with cache_of(context, pages=64, slots=128, layers=1, ahead_tokens=4) as cache:
         lens = [0] * 128
         for _ in range(growing):
@@ -286,7 +287,7 @@ def test_a_fork_and_a_truncation_of_several_groups(context: Context, kind: str) 
         first = cache.alloc_reqid() or 0
         lens[first] = rows - 5
         assert cache.step(lens) == 0
-        cache.free_reqid(cache.fork(first) or 0)  # as in an engine that has run for a while
+        cache.free_reqid(cache.fork(first) or 0)  # warms up the cache
         cache.trim()
         lens[first] = rows + ROWS - 5
         assert cache.step(lens) == 0
@@ -326,7 +327,7 @@ def shared(context: Context, pages: int, layers: int) -> dict[str, int]:
         first = cache.alloc_reqid() or 0
         lens[first] = pages * ROWS - 3
         assert cache.step(lens) == 0
-        # As in an engine that has run for a while: the back end's capabilities were queried before.
+        # Queries the back end's capabilities, as an engine does that has run for a while.
         cache.free_reqid(cache.fork(first, ROWS) or 0)
         cache.trim()
         forked = calls_of(lambda: cache.fork(first))
@@ -395,7 +396,8 @@ def test_a_free_that_records_costs_the_same_for_any_length(context: Context) -> 
 
 def truncated(context: Context, pages: int, layers: int) -> dict[str, int]:
     """Counts the functions run by truncations within a request's own pages and within shared
-    pages."""
+    pages.
+    """
     found = {}
     with cache_of(context, pages=pages + 1, slots=8, layers=layers) as cache:
         lens = [0] * 8
@@ -430,8 +432,9 @@ def test_a_truncation_costs_the_same_for_any_length(context: Context) -> None:
 
 @pytest.mark.parametrize("name", ["none", "torch"])
 def test_sharing_after_gpu_work(name: str, gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts the functions of shared calls that must first be ordered after a stream's work, as on
-    every GPU."""
+    """Counts the functions run by calls that share pages and must be ordered after a stream's work,
+    as on every GPU.
+    """
 
     def after_items(after: Any, device: int | None) -> Any:
         streams.after_items(after, device)
@@ -527,7 +530,7 @@ def test_an_iteration_of_an_engine(context: Context) -> None:
 
 
 def test_import_without_torch() -> None:
-    """`import pyvmem` loads none of torch, numpy, an engine and the command line."""
+    """`import pyvmem` does not load torch, numpy, any engine or the command line's modules."""
     script = "import sys, pyvmem; print(*sorted({n.split('.')[0] for n in sys.modules}))"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True

@@ -140,8 +140,8 @@ class RealCache:
 def test_a_real_cache_reaches_the_same_batch(
     context: Context, page: int, group: int, overread: int
 ) -> None:
-    """Checks that real `step` calls return -1 at the limit in the same iterations as the
-    arithmetic.
+    """Checks that real `step` calls return -1 in the same iterations in which the arithmetic finds
+    memory short.
     """
     requests = scaled(60, seed=7)
     shape = ModelShape("small", 2, page // (4 * KB), 64, "float16")  # 32 rows of a layer per page
@@ -169,12 +169,13 @@ def test_a_real_cache_reaches_the_same_batch(
 
 def test_an_example_iteration_by_iteration() -> None:
     """There is memory for 4 pages of 8 tokens. A grows from 7 to 9 tokens, B from 8 to 11, C from 1
-    to 2."""
+    to 2.
+    """
     requests = [Request(7, 3), Request(8, 4), Request(1, 2)]
     config = SMALL.config(max_batch=1, max_seq_len=16)
     memory = Pages(Layout(config, KB), 4 * KB * 4)
-    # A, B and C start with a page each; B then needs 2 (1 + 2 + 1), and so does A in the next
-    # iteration, but C, the newest, has finished by then. A and B continue with 2 + 2 pages.
+    # A, B and C start with a page each. Then B needs two pages (1 + 2 + 1 in total), and so does A
+    # one iteration later; by then C has finished. A and B continue with two pages each.
     found = replay(requests, memory, SMALL.token_bytes)
     assert found == Outcome(
         iterations=4,
@@ -189,7 +190,8 @@ def test_an_example_iteration_by_iteration() -> None:
 
 def test_the_newest_request_waits_and_loses_nothing() -> None:
     """There is memory for 3 pages of 8 tokens. A (8 to 10 tokens) needs two from its second
-    iteration on."""
+    iteration on.
+    """
     requests = [Request(8, 3), Request(8, 2), Request(8, 1)]
     config = SMALL.config(max_batch=1, max_seq_len=16)
     memory = Pages(Layout(config, KB), 3 * KB * 4)

@@ -21,7 +21,7 @@ from pyvmem.bench.cli import OTHERS
 from pyvmem.commands import cli, top
 from pyvmem.plumbing import paths
 
-# For each command, a call that prints something and exits without an interrupt.
+# For each command, arguments with which it prints something and exits by itself.
 CALLS = {
     "probe": ["probe", "--json"],
     "features": ["features"],
@@ -172,8 +172,7 @@ def test_a_full_disk_is_noticed_before_anything_runs(
 def test_special_files_are_not_replaced(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A pipe is rejected, as is a device; a link stays, and the file that it points to is
-    replaced."""
+    """A pipe is rejected, even behind a link; a link to a file stays, and the file is replaced."""
     pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "file"
     os.mkfifo(pipe)
     said = refused([*words, str(pipe)], capsys)
@@ -490,7 +489,7 @@ def test_a_terminal_that_cannot_show_a_character(
 def test_an_interrupted_command_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Covers all commands except those that run until interrupted."""
+    """The message is the same for all commands, except those that run until interrupted."""
 
     def run(args: argparse.Namespace) -> int:
         raise KeyboardInterrupt

@@ -28,7 +28,7 @@ PAGE, ROW = 4096, 100
 
 
 def columns_of(count: int, slots: list[Slot] | None = None, **place: int) -> Columns:
-    """Creates columns for `count` slots in use, and appends the slots to `slots`."""
+    """Creates columns over `count` active slots, and appends the slots to `slots`."""
     made = [Slot(index) for index in range(count)]
     for slot in made:
         slot.active = True
@@ -67,7 +67,7 @@ def test_a_scan_agrees_with_python(count: int) -> None:
         assert total == sum(rows) % (1 << 64)
         assert beyond == [i for i in range(count) if numbers[i] > columns.capacity[i]]
         assert list(columns.held_rows) == held
-        if most < 1 << 40:  # commit every second scan
+        if most < 1 << 40:  # adopt the rows of every second scan
             columns.held_rows, held = rows, list(rows)
 
 
@@ -108,7 +108,7 @@ def test_a_prefill_needs_the_rows_that_it_may_overread() -> None:
 
 
 def goals_by_hand(runs: Any, active: int, want: list[tuple[int, int, int]]) -> list[int]:
-    """Implements the policy of growth.py's docstring in a readable way."""
+    """Computes the goals as growth.py's docstring describes them, in plain Python."""
 
     def power(number: int) -> int:
         return 1 << number.bit_length() >> 1
@@ -270,7 +270,7 @@ def test_a_successful_call_applies_its_edits() -> None:
         context.batch(ops, (), outcome)
         assert outcome.happened
         assert (one.held, two.held, list(items), table) == (6, 7, [1, 8], {5: 1, 6: 9})
-        # The old values stay alive until the edits are dropped.
+        # The edits keep the old values alive until they are dropped themselves.
         assert [edits[0][2], *edits[1][2], edits[2][2], edits[3][2]] == [first, 5, ..., 2, ...]
         object.__setattr__(one, "held", 1)
         ops.clear()

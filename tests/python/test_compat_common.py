@@ -30,8 +30,7 @@ def cache() -> KVCache:
 
 
 def common(page: int, blocks: int, **how: Any) -> list[torch.Tensor]:
-    """Creates a common area of one page and one row (two pages), with memory for `blocks` KV
-    blocks."""
+    """Maps two common pages (for one page and one row), with memory for `blocks` KV blocks."""
     tensors = init(page, **how)
     layers = 2 * LAYERS
     assert vattention.reserve_physical_pages(blocks * layers * page) == blocks * layers
@@ -63,7 +62,7 @@ def test_a_page_is_mapped_for_every_id(page: int) -> None:
 
 @pytest.mark.parametrize("megacache", [False, True])
 def test_every_request_starts_with_the_common_rows(page: int, megacache: bool) -> None:
-    """Runs random requests: common rows and own rows keep their contents, and memory is freed."""
+    """Runs random requests; common and own rows keep their contents, and all memory is freed."""
     dice = random.Random(5)
     tensors = init(page, megacache)
     columns = 2 if megacache else 2 * LAYERS

@@ -86,8 +86,7 @@ def test_a_tag_with_and_without_a_backup(host: pyvmem.Context, saver: TorchMemor
 def test_an_active_region_rejects_a_pause_before_anything_is_paused(
     host: pyvmem.Context, saver: TorchMemorySaver, tag: str | None
 ) -> None:
-    """Another thread is in a region with the same tag; its memory, which has no backup, would be
-    lost."""
+    """Another thread is in a region with the same tag; memory without a backup must not be lost."""
     kept, lost = allocate(saver, "weights", True), allocate(saver, "weights", False)
     first = allocate(saver, "first", False)
     inside, leave = threading.Event(), threading.Event()

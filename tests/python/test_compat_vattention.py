@@ -61,7 +61,7 @@ def held() -> int:
     return stats.total_pages - stats.free_pages
 
 
-# ---- behaviour that the artifact documents -------------------------------------------------------
+# ---- behavior that the artifact documents --------------------------------------------------------
 
 
 def test_k_of_all_layers_come_before_v_of_all_layers(page: int) -> None:
@@ -131,14 +131,14 @@ def test_return_values_and_free_blocks(page: int) -> None:
     vattention.reserve_physical_pages(10 * 2 * LAYERS * page)
     rows = page // ROW
     assert vattention.alloc_new_batch_idx(rows + 1) == 0
-    # promised by the request's length, but not mapped yet
+    # the request's length reserves two blocks, which are not mapped yet
     assert vattention.num_free_kvblocks() == 8
     assert held() == 0
     assert vattention.step([rows + 1, 0, 0, 0], False) is None  # type: ignore[func-returns-value]
     assert held() == 2 * 2 * LAYERS
     assert vattention.step_async([2 * rows, 0, 0, 0]) is None  # type: ignore[func-returns-value]
-    assert held() == 3 * 2 * LAYERS  # also the next token's page
-    assert vattention.num_free_kvblocks() == 8  # that page counts as free: no request needs it yet
+    assert held() == 3 * 2 * LAYERS  # includes the next token's page
+    assert vattention.num_free_kvblocks() == 8  # that page counts as free until it is needed
     assert [vattention.alloc_new_batch_idx(1) for _ in range(4)] == [1, 2, 3, -1]
     assert vattention.free_batch_idx(0) is None  # type: ignore[func-returns-value]
     assert vattention.num_free_kvblocks() == 7
@@ -188,7 +188,7 @@ def test_deferred_reclamation_keeps_idle_pages(page: int, deferred: bool) -> Non
     vattention.step_async([1, 0, 0, 0])
     group.reclaimer.finish_all()
     idle = [slot.mapped_pages for slot in vattention._manager.cache.snapshot()[1:]]
-    # the pages for the next request stay mapped
+    # freed pages stay mapped for the next request if reclamation is deferred
     assert idle == ([4, 3, 2] if deferred else [4, 0, 0])
 
 

@@ -53,7 +53,7 @@ def test_info(context: pyvmem.Context, backend: str) -> None:
 def test_two_threads_close_one_reservation(
     context: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second free would hit whatever occupies the addresses by then."""
+    """Only one thread may free the addresses: a second free would hit their next owner."""
     free, began, got = _native.free, threading.Event(), []
     size = context.info.granule
     one = context.reserve(size)
@@ -300,7 +300,7 @@ def test_copy_and_buffers(context: pyvmem.Context, rsv: pyvmem.Reservation, page
 
 
 def test_opbatch_matches_the_structure() -> None:
-    """Sets each field to a different value, and compares the fields of the C structure."""
+    """Sets each field to a different value, and checks the fields of the C structure."""
     batch = pyvmem.OpBatch(6)
     with pyvmem.Context("host") as context, context.create(65536) as pages:
         batch.map(1, 2, pages, 3, 4, 5, readonly=True, consume=True, offset_stride=25)
@@ -355,7 +355,7 @@ def test_batch(context: pyvmem.Context, rsv: pyvmem.Reservation, page: int, how:
     batch.unmap(rsv.addr, 8 * page, holes=True)
     run(batch)
     assert context.stats().used_bytes == 0
-    run(batch)  # the same batch again: all ranges are holes now
+    run(batch)  # the same batch succeeds again, although all ranges are holes now
     assert context.stats().mapped_bytes == 0
 
 
@@ -416,7 +416,7 @@ def test_consumed_pages_belong_to_the_mapping(
     ticket = context.submit(batch)
     with pytest.raises(pyvmem.DriverError):
         ticket.wait()
-    again.release()  # the batch was rolled back: the reference stayed with its owner
+    again.release()  # the batch was rolled back, so the reference was not consumed
 
 
 def test_submit_waits_for_a_descriptor(
@@ -430,7 +430,7 @@ def test_submit_waits_for_a_descriptor(
             batch.unmap(rsv.addr, page)
             batch.populate(rsv.addr + page, page)
             ticket = context.submit(batch, after=[gate])
-            batch.clear()  # the batch was copied
+            batch.clear()  # has no effect: `submit` copied the batch
             assert not ticket.done()
             with pytest.raises(pyvmem.Timeout):
                 ticket.wait(0.3)
@@ -454,7 +454,7 @@ def test_batch_waits_for_a_descriptor_in_the_calling_thread(
         opener = threading.Timer(0.05, gate.set)
         opener.start()
         context.batch(batch, after=[gate])
-        assert select.select([gate.fd], [], [], 0)[0]  # not earlier
+        assert select.select([gate.fd], [], [], 0)[0]  # the gate is open on return
         opener.join()
     assert rsv.query().mapped
 
@@ -514,7 +514,7 @@ def test_after_accepts_streams_by_their_protocols(context: pyvmem.Context) -> No
 
 
 def test_waiting_can_be_interrupted(context: pyvmem.Context) -> None:
-    """A signal handler runs during an unlimited wait in C; its exception propagates."""
+    """A signal handler runs during an unlimited wait in C, and its exception ends the wait."""
 
     class Alarm(Exception):
         pass
@@ -660,7 +660,7 @@ def test_memory_is_returned_to_the_system(host: pyvmem.Context) -> None:
         pages = host.create(size)
         rsv.map(0, pages)
         rsv.fill(0, size, 1)
-        # The kernel sums its per-thread counts only now and then.
+        # The kernel adds up its per-thread counters only now and then, hence the tolerance.
         assert shmem_of_this_process() - start >= size - (1 << 20)
         rsv.unmap(0, size // 2)
         pages.release()
@@ -772,7 +772,7 @@ def test_close_completes_or_cancels_waiting_batches(backend: str) -> None:
     batch.populate(rsv.addr, page)
     with pyvmem.FdEvent.create() as gate:
         context.submit(batch, after=[gate])
-        context.close()  # although the gate never opens
+        context.close()  # must return although the gate never opens
 
 
 def test_two_contexts(backend: str) -> None:

@@ -130,7 +130,7 @@ HERE = "/v1/engines/org/model"
         ("PATCH", HERE, {"floor": -1}, 400, {"field": "floor", "value": -1}),
         ("PATCH", HERE, {"floor": 1 << 62}, 400, {"field": "floor", "value": 1 << 62}),
         ("PATCH", HERE, {"asleep": 1}, 400, {"field": "asleep", "value": 1}),
-        # Well-formed values that the device or the engine cannot satisfy.
+        # well-formed values that the device or the engine cannot satisfy
         ("PATCH", HERE, {"limit": "1K"}, 400, {"field": "limit", "value": 1024, "limit": MIB}),
         (
             *("PATCH", HERE, {"limit": "1K", "floor": 0}, 400),
@@ -251,7 +251,7 @@ def test_another_users_process_is_not_answered(
 
 
 def test_the_command(folder: Path, engine: Account) -> None:
-    # a shell's background job starts with SIGINT ignored
+    # the test may run as a shell's background job, which ignores SIGINT
     code = "import signal as s; s.signal(s.SIGINT, s.default_int_handler); "
     code += "from pyvmem.commands.cli import main; raise SystemExit(main())"
     words = [sys.executable, "-c", code, "control", "--ledger", str(folder)]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Description: trees that `make dist` rejects, its bill of materials, and the contents of an
-sdist."""
+sdist.
+"""
 
 from __future__ import annotations
 

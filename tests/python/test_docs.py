@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: the programs that build and check the documentation report the errors they
-should."""
+"""Description: the programs that build and check the documentation report the errors that they
+should.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ zero
 
 
 def link(name: str, section: str) -> str:
-    """Renders a link in place of the site's own."""
+    """Renders a link; stands in for the site's own function."""
     return f"<{name}.{section}>"
 
 
@@ -157,8 +158,8 @@ def test_dead_links_of_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_links_of_a_site_below_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page for unknown addresses uses absolute links; on a forge, these start with the
-    repository's name.
+    """The error page (404.html) uses absolute links, which on a forge start with the repository's
+    name.
     """
     (tmp_path / "index.html").write_text('<h1 id="here">x</h1>')
     (tmp_path / "404.html").write_text(
@@ -169,7 +170,7 @@ def test_links_of_a_site_below_the_root(tmp_path: Path, monkeypatch: pytest.Monk
     assert docs_site.check_site() == ["404.html: no page /#here"]
 
 
-# Stands in for the theme's search worker: records the messages that our script passes on.
+# Stands in for the theme's search worker, and records the messages that our script passes on.
 WORKER = "addEventListener('message', event => said.push(event.data.data));"
 
 
@@ -189,14 +190,14 @@ def test_site_search_finds_options_as_written() -> None:
 
 
 def luminance(colour: str) -> float:
-    """Returns a colour's relative luminance as defined by WCAG."""
+    """Returns a color's relative luminance as defined by WCAG."""
     parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     red, green, blue = (x / 12.92 if x <= 0.04 else ((x + 0.055) / 1.055) ** 2.4 for x in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def contrast(one: str, other: str) -> float:
-    """Returns two colours' contrast ratio as defined by WCAG."""
+    """Returns the contrast ratio of two colors as defined by WCAG."""
     light, dark = sorted((luminance(one), luminance(other)), reverse=True)
     return (light + 0.05) / (dark + 0.05)
 
@@ -215,7 +216,7 @@ def test_drawings_have_enough_contrast(scheme: str, page: str) -> None:
         inks = re.findall(r'<text[^>]*fill="var\(--d-(\w+), ', text)
         assert len(inks) == text.count("<text"), f"{path.name}: text in a colour of its own"
         assert set(inks) <= {"ink", "soft"}, path.name
-        if scheme == "default":  # without the page's colours, the drawing's own must equal them
+        if scheme == "default":  # a drawing's fallback colors must equal the page's
             own = set(re.findall(r"--d-(\w+), (#\w{6})\)", text))
             assert own <= set(colours.items()), path.name
 
@@ -225,7 +226,7 @@ def test_charts_have_a_white_background() -> None:
     own = (
         "drawings",
         "operations",
-    )  # drawings adapt to the colour scheme; terminal screenshots keep their colours
+    )  # drawings adapt to the color scheme; terminal screenshots keep their colors
     charts = [path for path in docs.rglob("*.svg") if path.parent.name not in own]
     assert charts
     for path in charts:

@@ -97,7 +97,7 @@ def test_a_policy_keeps_plain_numbers() -> None:
 
 
 def test_the_layout_is_the_one_advised(host: Context) -> None:
-    """Checks the sizes that engines use."""
+    """Checks the layout at the sizes of a real model."""
     model, policy = Model.of(config()), Policy(max_seq_len=2048)
     requests = [one for one in generate(200, 1) if one.longest <= 2048]
     shape = ModelShape("x", 32, 8, 128)
@@ -153,8 +153,8 @@ def test_a_model_with_unequal_layers() -> None:
 
 
 def test_unequal_layers_get_the_advised_layout(host: Context) -> None:
-    """With a window, less memory is needed than without; and a tensor holds layers of one kind
-    only.
+    """Layers with a window need less memory, so more requests fit; a tensor holds layers of only
+    one kind.
     """
     kinds = [LayerShape(8, 128, window=512)] * 4 + [LayerShape(8, 128)] * 2
     model = Model(tuple(kinds), "float16", 4096)

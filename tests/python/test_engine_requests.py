@@ -301,8 +301,8 @@ def test_admission_without_its_pages_leaves_them_to_extend(host: Context) -> Non
         assert kv(cache).stats().steps_async == 0
         assert cache.extend({one: ROWS, two: ROWS}) is None
         assert kv(cache).stats().active_pages == 2 * TENSORS
-        # A request that would not fit beside the prompt's pages is refused, and so is an extra
-        # chunk.
+        # A request that would not fit beside the two chunks is refused, and so are further chunks
+        # for which memory is short.
         short = cache.admit(PROMPT[: 3 * ROWS], room=0, reserve=False)
         assert isinstance(short, Shortage)
         assert cache.extend({one: 3 * ROWS, two: 2 * ROWS}) is not None
@@ -357,7 +357,7 @@ def test_admission_rolls_back_if_memory_vanishes(
             assert prefix.length == 3 * ROWS
             monkeypatch.undo()
             assert admitted(cache, prefix).length == 3 * ROWS
-        # resumed where the failed admission had mapped the prefix
+        # the request resumes where the failed admission had mapped the prefix
         assert kv(cache).stats().prefix_resumed == 1
 
 
@@ -406,7 +406,7 @@ def test_a_lease_keeps_a_prefix_and_admission_counts_it(host: Context) -> None:
             assert isinstance(request, Request)
             assert request.length == 4 * ROWS
         cache.release(request)
-        assert isinstance(cache.admit([1] * (2 * ROWS), room=0), Request)  # evicts
+        assert isinstance(cache.admit([1] * (2 * ROWS), room=0), Request)  # by evicting the prefix
 
 
 def test_a_lost_lease_is_renewed(host: Context) -> None:
@@ -634,7 +634,7 @@ def test_the_error_of_a_shrink_names_truncate(host: Context) -> None:
 
 
 def test_every_call_returns_a_shortage(host: Context) -> None:
-    """`isinstance(result, Shortage)` works for every call."""
+    """Every call reports a shortage in the same way: its result is a `Shortage`."""
     with requests(host, memory_limit=memory(1, host)) as cache:
         one = computed(cache, PROMPT[:4])
         many = cache.max_seq_len
@@ -898,7 +898,7 @@ def test_a_queued_request_stays_busy_while_other_threads_read_it(
 
 
 def test_a_cancelled_call_is_over_before_its_callbacks(host: Context) -> None:
-    """If `cancel` is interrupted, the callbacks may never run."""
+    """If `cancel` is interrupted, the callbacks may never run, so the call must end before them."""
     with requests(host) as cache:
         request = computed(cache, PROMPT)
         seen: list[State] = []

@@ -34,7 +34,7 @@ def test_probes_are_installed_until_that_fails(
     monkeypatch.setattr(environment, "install", install)
     for _ in range(2):
         environment.install_probes()
-    # Success leaves no stamp; a second call happens only if the package has been removed since.
+    # A failure is remembered; a success is not, so the second call installs again.
     assert calls == [["probes"]] * (2 if works else 1)
     assert ("no USDT probes" in capsys.readouterr().out) != works
 
@@ -89,7 +89,7 @@ def test_every_list_of_python_versions_agrees() -> None:
 
 
 def test_torch_comes_with_numpy() -> None:
-    """Without numpy, torch keeps the frames that import it alive, and so a cache's tensors."""
+    """Without numpy, torch keeps alive the frames that import it, and so a cache's tensors."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     (extra,) = re.findall(r"^torch = \[(.*)\]$", text, re.M)
     assert '"numpy"' in extra

@@ -91,7 +91,7 @@ def test_the_next_turn_reuses_the_rows_of_the_last() -> None:
         second = Job(1, (*job.tokens, 5, 6, 7), 8)
         before = cache.stats().prefix_hit_tokens
         _, streamed = answers(engine, [second])
-        # one sharing unit: 192-byte rows, 4 KiB pages
+        # two sharing units, of 64 tokens each: 192-byte rows in 4 KiB pages
         assert cache.stats().prefix_hit_tokens - before == 128
     loaded.model.set_attn_implementation("sdpa")
     assert tuple(streamed[0]) == expected(loaded, [second])[1].tokens
@@ -120,8 +120,8 @@ def test_a_prompt_longer_than_a_slot_is_rejected() -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("default")  # transformers' own warnings
 def test_a_real_model_matches_generate() -> None:
-    """Uses the model of `make run` and the example's cache; ties are treated as in `vmem
-    serve-demo`.
+    """Uses the model of `make run` and the example's cache; tokens may differ where the logits tie,
+    as in `vmem serve-demo`.
     """
     pytest.importorskip("gguf", reason="the package gguf is not installed")
     try:
@@ -150,7 +150,7 @@ def test_a_real_model_matches_generate() -> None:
 
 
 def test_the_example_imports_only_public_names() -> None:
-    """The example shows what is possible for a program outside the package."""
+    """The example shows what a program outside the package can do."""
     import ast
     import importlib
 
@@ -258,7 +258,7 @@ def test_an_unanswered_prompt_is_reported(
 def test_the_model_converted_by_make_run_is_used(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The model is looked up in the example's own clone; slow steps are announced."""
+    """The example looks for the model in its own clone, and announces slow steps."""
     clone = tmp_path / "clone"
     (clone / "build" / "cache").mkdir(parents=True)
     (clone / "examples").mkdir()

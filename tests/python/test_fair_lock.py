@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a budget's lock is re-entrant and fair: waiting threads come before the last
-holder."""
+"""Description: a budget's lock is reentrant and fair: waiting threads precede the last holder."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def test_wait_returns_when_set_or_timed_out() -> None:
 
 
 def test_each_point_of_set() -> None:
-    """Interrupts at points inside the standard library, too; `threading.Event` fails this test."""
+    """Also interrupts inside the standard library; `threading.Event` would fail this test."""
     counter = Interrupts(package="")
     counter.run(Flag().set)
     assert counter.count

@@ -25,7 +25,7 @@ def in_child(work: Callable[[], None]) -> None:
     """Runs `work` in a forked child; if it raises, the test fails with the child's traceback."""
     read, write = os.pipe()
     with warnings.catch_warnings():
-        # Python 3.12 and later warn about a fork with threads
+        # Python 3.12 and later warn if a process with several threads forks.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
@@ -62,7 +62,7 @@ def test_child_gets_forked_process(host: pyvmem.Context, rsv: pyvmem.Reservation
     batch.populate(rsv.addr + 8 * 4096, 4096)
     known, ticket = host.submit(batch), host.submit(pyvmem.OpBatch(1))
     known.wait()
-    arrays = [rsv.array((1,), "uint8")]  # in the parent, this raises Busy
+    arrays = [rsv.array((1,), "uint8")]  # in the parent, it would make `rsv.close` raise Busy
 
     def child() -> None:
         assert arrays
@@ -108,7 +108,7 @@ def test_child_gets_forked_process(host: pyvmem.Context, rsv: pyvmem.Reservation
 def test_a_call_of_another_thread_does_not_hang_the_child(
     host: pyvmem.Context, of_a_budget: bool
 ) -> None:
-    """When the process forks, the thread waits for GPU work and holds the cache's lock."""
+    """When the process forks, another thread waits for GPU work and holds the cache's lock."""
     budget = Budget(host, 64 << 20) if of_a_budget else None
     config = pyvmem.KVCacheConfig(1, 1, 64, "float16", max_batch=1, max_seq_len=64, page_size=4096)
     place = {"budget": budget} if of_a_budget else {"context": host}

@@ -101,13 +101,13 @@ def killed(backend: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("delay", [0.0, 0.05, None])
 def test_killed_process_leaves_no_memory(backend: str, delay: float | None) -> None:
-    """On host, memory is in files that vanish with their last holder; on a GPU, the used bytes are
-    compared.
+    """On host, memory is in files that vanish with their last holder; on a GPU, the test compares
+    how much memory is in use.
     """
     rest = random.uniform(0, 0.2) if delay is None else delay
     if backend == "host":
         with killed(backend) as pid:
-            # Each thread has 128 MiB, unless both have just unmapped their memory.
+            # Each thread has 128 MiB, except just after it has unmapped its memory.
             eventually(lambda: sum(memory_files(pid).values()) > 100 << 20)
             files = memory_files(pid)
             assert holders(set(files)) == [pid]

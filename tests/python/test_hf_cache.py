@@ -161,7 +161,7 @@ def test_assisted_generation_crops(model: Any, host: pyvmem.Context) -> None:
 
 
 class Pair:
-    """Makes the same random operations on both caches."""
+    """Makes the same random operations on a VMemCache and a DynamicCache, and compares the two."""
 
     def __init__(self, config: Any, cache: Any, device: torch.device, seed: int) -> None:
         self.dynamic, self.cache = DynamicCache(config=config), cache
@@ -210,8 +210,7 @@ class Pair:
         elif pick >= 0.96:
             self.both("reset")
             self.batch = 0
-            # After `reset`, DynamicCache of transformers 5.17 holds zeros, so use a new cache
-            # instead.
+            # In transformers 5.17, DynamicCache holds zeros after `reset`, so use a new one.
             self.dynamic = DynamicCache(config=self.cache._config)
 
     def check(self) -> None:
@@ -472,7 +471,8 @@ def test_models_with_other_layers_are_rejected() -> None:
 
 def test_keys_for_a_layer_without_storage_are_rejected(model: Any, host: pyvmem.Context) -> None:
     """According to the configuration, the last layer reuses another layer's keys, but the model
-    passes it keys."""
+    passes keys to it.
+    """
     config = copy.deepcopy(model.config)
     config.num_kv_shared_layers = 1
     last, ids = config.num_hidden_layers - 1, torch.tensor([[1, 2, 3]])

@@ -2,8 +2,8 @@
 """Description: VMemCache passes transformers' tests of its own caches.
 
 The cases are those of its tests/utils/test_cache_utils.py: head counts, single layers, padding,
-reused prompts, comparison with static caches, early initialisation, calls before the first keys.
-torch.export is left out: the views grow, so `is_compileable` is False.
+reused prompts, comparison with static caches, early initialization, and calls before the first
+keys. torch.export is left out: the views grow, so `is_compileable` is False.
 """
 
 from __future__ import annotations
@@ -243,8 +243,7 @@ def test_models_that_call_view_on_cached_keys(host: pyvmem.Context, rows: int) -
 def test_code_from_the_hub_gets_copies_by_default(
     host: pyvmem.Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loads a model and a configuration that bring their own code, as ``trust_remote_code``
-    does."""
+    """Loads a model and configuration that bring their own code, as ``trust_remote_code`` does."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "m"))
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "code").mkdir()

@@ -146,8 +146,7 @@ def stems(tails: list[list[int]]) -> list[list[int]]:
 def test_requests_share_prefixes_within_a_window(
     host: pyvmem.Context, kind: str, keep: bool, shared: list[int]
 ) -> None:
-    """A chunked prompt is recorded at the end of each chunk, where another prompt may branch
-    off."""
+    """A chunked prompt is recorded at each chunk's end, where another prompt may branch off."""
     model, inputs = model_of(kind), stems(prompts(4, 60))
     want = alone(model, inputs, 20)
     with vmem_continuous_batching(model, **options(host, max_batch=1, keep_windows=keep)):
@@ -275,8 +274,8 @@ def test_layers_that_transformers_scheduler_cannot_cache_are_rejected(kind: str)
 def test_unequal_layers_are_rejected_by_the_old_adapter(
     host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The adapter for 5.17 rejects such models: at installation if it is for one model, otherwise
-    at first use.
+    """The adapter for 5.17 rejects such models, either when it is installed for a single model, or
+    else at first use.
     """
     monkeypatch.setattr(continuous, "_adapter", lambda: cb_5_17.SlotCache)
     model, same = model_of("gemma3"), model_of("mistral")

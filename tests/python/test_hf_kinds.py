@@ -74,8 +74,8 @@ def holds(layer: Any) -> bool:
 
 @pytest.mark.parametrize("kind", PARTIAL)
 def test_layers_that_share_keys_slide_or_store_nothing(host: pyvmem.Context, kind: str) -> None:
-    """Also covers capped scores, sinks and chunks, for which transformers' own attention uses the
-    rows.
+    """Also covers capped scores, sinks and chunks, where transformers' own attention reads the
+    cache's rows.
     """
     model, inputs = model_of(kind), prompts(2, 31)
     run = {**inputs, "do_sample": False, "max_new_tokens": 60, "pad_token_id": 0}
@@ -97,7 +97,7 @@ def test_layers_that_share_keys_slide_or_store_nothing(host: pyvmem.Context, kin
         cache.kvcache.check_integrity()
 
 
-# per group, in the order of its first layer
+# whether each group has a window; the groups are in the order of their first layers
 WINDOWED = {"gemma3": [True, False], "mistral": [True]}
 
 
@@ -174,7 +174,7 @@ def test_assisted_generation_over_one_budget(
     run = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
     want = model.generate(ids, **run)
     for name, value in (("assistant_confidence_threshold", 0.0), ("num_assistant_tokens", 4)):
-        # makes it draft even at low confidence
+        # makes the draft model propose tokens even at low confidence
         monkeypatch.setattr(draft.generation_config, name, value)
     budget = Budget(host, 4 << 20)
     shared: dict[str, Any] = {"context": host, "budget": budget}

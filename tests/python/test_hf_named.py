@@ -32,14 +32,14 @@ SLOTS, LONGEST = 4, 96
 
 
 def rows_of(tokens: list[int], layer: int, value: bool) -> Any:
-    """Returns keys or values that depend only on the token and its position."""
+    """Returns keys or values that depend only on the layer, the token and its position."""
     at = torch.arange(len(tokens)) * 7 + torch.tensor(tokens) * 3 + 11 * layer + 5 * value
     turn = torch.arange(HEADS * DIM) + 1
     return torch.sin(at[:, None] * turn[None, :] * 0.37).view(-1, HEADS, DIM)
 
 
 def dense(q: Any, k: Any, v: Any, window: int = 0) -> Any:
-    """Computes causal attention of the last rows; all tensors are ``[tokens, heads, head_dim]``."""
+    """Computes causal attention for the last tokens; tensors are ``[tokens, heads, head_dim]``."""
     scores = torch.einsum("qhd,khd->hqk", q, k) * DIM**-0.5
     past = k.shape[0] - q.shape[0]
     mask = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool).tril(past)

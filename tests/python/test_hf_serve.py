@@ -150,13 +150,14 @@ class Server:
 
     def client(self) -> Any:
         """Returns an OpenAI client as programs create it, but without retries; the caller closes
-        it."""
+        it.
+        """
         import openai
 
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
 
     def words(self, prompt: str) -> list[str]:
-        """Returns `generate`'s answer to a prompt, which has `NEW` words."""
+        """Returns the `NEW` words with which `generate` answers a prompt."""
         ids = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
         with torch.no_grad():
             new = self.model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :]

@@ -60,7 +60,7 @@ def test_generate_matches_dynamic_cache_with_states(host: pyvmem.Context, kind: 
 
 @pytest.mark.parametrize("kind", STATES)
 def test_the_configured_shapes_match_the_models_states(kind: str) -> None:
-    """Uses bfloat16, because the states then differ in type."""
+    """Uses bfloat16, so that the two kinds of states have different types."""
     model = copy.deepcopy(model_of(kind)).to(torch.bfloat16)
     past = DynamicCache(config=model.config)
     with torch.no_grad():
@@ -148,7 +148,7 @@ def test_a_state_cannot_be_rolled_back(host: pyvmem.Context) -> None:
         with pytest.raises(InvalidArgument, match="the state of layer 0 cannot be rolled back"):
             cache.crop(-1)
         with pytest.raises(InvalidArgument, match="the state of layer 0 cannot be rolled back"):
-            cache.layers[1].crop(-1)  # attention's
+            cache.layers[1].crop(-1)  # an attention layer
         with pytest.raises(InvalidArgument, match="0 tokens: the state of layer 0 cannot"):
             cache.layers[1].crop(-20)
         assert cache.get_seq_length() == 20
@@ -190,7 +190,7 @@ def test_states_of_other_shapes_are_rejected(host: pyvmem.Context) -> None:
 
 
 def test_a_convolution_rejects_assisted_generation(host: pyvmem.Context) -> None:
-    """To roll back a convolution, transformers keeps more tokens; a slot keeps only the last."""
+    """To roll back a convolution, transformers keeps more tokens; a slot keeps only the latest."""
     model, ids = model_of("lfm2"), prompts(1, 20)
     run = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     with (
@@ -203,7 +203,8 @@ def test_a_convolution_rejects_assisted_generation(host: pyvmem.Context) -> None
 
 def test_the_engine_runs_models_with_states(backend: str) -> None:
     """Admits, grows, forks and swaps requests with a state, and checks that their prefixes are
-    never shared."""
+    never shared.
+    """
     shape = Model.of(model_of("qwen3next").config, "float32")
     policy = Policy(max_batch=4, max_seq_len=256, memory=64 << 20)
     prompt = list(range(1, 200))

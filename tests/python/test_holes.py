@@ -49,7 +49,7 @@ def refused(read):
 
 
 def run(program: str, *python: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program in a new interpreter with these options."""
+    """Runs a program in a new interpreter with these options and environment variables."""
     return subprocess.run(
         [sys.executable, *python, "-c", START + program],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
@@ -73,7 +73,7 @@ class Fork:
         self.output, self.errors = folder / "output", folder / "errors"
 
     def run(self, program: str) -> subprocess.CompletedProcess[str]:
-        """Like `run`, without options."""
+        """Runs a program like the function `run`, but in a forked process and without options."""
         arguments = (program, str(self.output), str(self.errors))
         child = FORKED.Process(target=_execute, args=arguments)
         child.start()
@@ -91,7 +91,7 @@ class Fork:
 
 @pytest.fixture
 def fork(tmp_path: Path) -> Fork:
-    """Runs programs in forked processes."""
+    """Returns a `Fork` whose programs write their output to `tmp_path`."""
     return Fork(tmp_path)
 
 
@@ -180,7 +180,7 @@ for _ in range(20):
 
 
 def test_an_exception_is_raised_in_the_thread_that_reads(fork: Fork) -> None:
-    """The thread that reads gets the exception, never the main thread."""
+    """The thread that reads the row gets the exception; the main thread never does."""
     fork.passes(
         """
 cache, slot, k = started()

@@ -62,7 +62,7 @@ def test_resource_is_a_memory_resource(context: pyvmem.Context, resource: Any) -
 def test_a_buffer_whose_free_failed_is_freed_by_the_next_call(
     context: pyvmem.Context, resource: Any, page: int
 ) -> None:
-    """cuda.core considers the buffer freed even if the free failed."""
+    """cuda.core considers the buffer freed even if the free failed, so the resource must retry."""
     kept, lost = (resource.allocate(page) for _ in range(2))
     context.inject(pyvmem.Inject.HEAP, count=64)
     with warnings.catch_warnings():
@@ -116,8 +116,7 @@ def test_bad_calls_of_a_resource(context: pyvmem.Context, resource: Any, page: i
     with pytest.raises(pyvmem.InvalidArgument):
         resource.deallocate(4096, 4096)
     with warnings.catch_warnings():
-        # A size this large gets only a plain reservation, on back ends that distinguish the two
-        # kinds.
+        # On back ends that have two kinds of reservations, a size this large gets only a plain one.
         warnings.simplefilter("ignore", pyvmem.PlainReservationWarning)
         with pytest.raises(pyvmem.OutOfMemory):
             resource.allocate(1 << 44, stream=stream_of(context))
@@ -139,7 +138,7 @@ def test_an_invalid_buffer(resource: Any, page: int, ptr: Any, size: Any) -> Non
 
 
 def test_a_stream_without_a_handle(resource: Any, page: int) -> None:
-    """The stream's work is unknown, so the buffer is freed after all of the device's work."""
+    """The stream is unknown, so the buffer is freed after all of the device's work."""
 
     class Broken:
         def __cuda_stream__(self) -> Any:
@@ -156,7 +155,7 @@ def test_a_stream_without_a_handle(resource: Any, page: int) -> None:
 def test_a_buffer_whose_free_was_interrupted_is_freed_later(
     context: pyvmem.Context, resource: Any, page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """cuda.core drops both the buffer and the exception."""
+    """cuda.core drops both the buffer and the exception, so the resource must free the memory."""
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -188,8 +187,9 @@ Event.__module__ = "cuda.core._event"
 
 
 class TorchEvent:
-    """Mimics what after_items reads of torch.cuda.Event: `cuda_event`, which is 0 until it is
-    recorded."""
+    """Mimics what after_items reads of torch.cuda.Event: `cuda_event`, which is 0 before the event
+    is recorded.
+    """
 
     def __init__(self, handle: int) -> None:
         self.cuda_event = handle

@@ -24,7 +24,7 @@ def config(**options: Any) -> KVCacheConfig:
 
 
 def started(cache: KVCache | LayeredCache) -> int:
-    """Returns a new request of `LENGTH` rows, in any slot."""
+    """Starts a request of `LENGTH` rows, and returns its reqid."""
     reqid = cache.alloc_reqid()
     assert reqid is not None
     lens = [0] * 4
@@ -51,7 +51,7 @@ def interrupt(patch: pytest.MonkeyPatch, owner: type, name: str, at: int = 1) ->
 
 
 def test_swap_in_that_evicts_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Evicting the prefix drops the last pages of a handle; that drop is interrupted."""
+    """Interrupts the drop of a handle's last pages, which happens when the prefix is evicted."""
     with KVCache(config(memory_limit=1 << 20), backend="host") as cache:
         reqid = started(cache)
         swapped = cache.swap_out(reqid)

@@ -103,8 +103,9 @@ def open_host() -> Context:
 
 
 def closed(context: Context, known: bool = True) -> None:
-    """Closes a context. Unless `known`, it may still hold an object lost by the interrupted
-    call."""
+    """Closes a context. If `known` is false, it may still hold an object that the interrupted call
+    lost.
+    """
     gc.collect()
     stats = context.stats()
     left = (stats.reservations, stats.handles, stats.used_bytes, stats.pending)
@@ -126,7 +127,7 @@ def context_open() -> Steps:
 
 
 def own_context_open() -> Steps:
-    """The cache opens its own context."""
+    """Interrupts the creation of a cache that opens its own context."""
     return _opening(lambda: KVCache(small_config(PAGE), backend="host"))
 
 
@@ -326,7 +327,7 @@ class Blocks:
 
 
 def _pool(call: Callable[[Blocks], Any], *before: str) -> Steps:
-    """Interrupts a call to a pool, after `pause` or `resume` of its first block."""
+    """Interrupts a call to a pool, after the methods `before` have run on its first block."""
     blocks = Blocks()
     for name in before:
         getattr(blocks.pool, name)("a")
@@ -595,7 +596,7 @@ def cleanup() -> Steps:
 
 
 def close_retired() -> Steps:
-    """A tensor was alive when its manager was cleaned up."""
+    """Closes a retired manager: a tensor was alive when the manager was cleaned up."""
     tensors = _configured()
     vattention.cleanup()
     del tensors
@@ -614,7 +615,7 @@ CASES: dict[str, Callable[[], Steps]] = {
 
 @pytest.fixture(autouse=True)
 def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch has no pools on the CPU, so a region marks a thread's calls to vmem_malloc."""
+    """Replaces torch's pools, which the CPU lacks; regions mark a thread's calls to vmem_malloc."""
     monkeypatch.setattr(savers, "Context", lambda *_: Context("host", granule=PAGE))
     monkeypatch.setattr(VMemPool, "use", VMemPool._allocating)
 
@@ -664,7 +665,7 @@ def run(make: Callable[[], Steps], at: tuple[int, ...], alarm: Any, opened: Open
 
 
 def counted(make: Callable[[], Steps], alarm: Any, opened: Opened) -> int:
-    """Counts the points of the uninterrupted call."""
+    """Counts the points in a case's call when it is not interrupted."""
     for _ in range(2):  # the first run loads modules and fills caches
         count = run(make, (), alarm, opened).count
     return count
@@ -709,7 +710,7 @@ def test_torch_empties_its_cache_after_an_interrupted_close(
 
 
 def test_lost_objects_are_detected(opened: Opened) -> None:
-    """Tests the tests' own checks."""
+    """Checks that `run` notices a context that a case leaves open."""
 
     def careless() -> Steps:
         context = open_host()

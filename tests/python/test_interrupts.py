@@ -70,15 +70,15 @@ from pyvmem.kvcache.budget import FairLock
 from pyvmem.kvcache.journal import Journal
 
 SAMPLE = 36  # points per scenario in `make test`
-PAIRS = 8  # number of these points that get a second one
-FEW = 4  # points for slow scenarios, whose rows take 80 ms per run
-MORE_PAIRS = 100  # with ``--points``
+PAIRS = 8  # how many of these points are followed by a second one
+FEW = 4  # points for slow scenarios: their rows take 80 ms in each run
+MORE_PAIRS = 100  # used instead of `PAIRS` with ``--points``
 TENSORS = 2 * LAYERS
 UNIT = 16  # rows of a layered cache that fill whole pages in all groups
 
 
 def _gives(value: Any, function: Callable[..., Any], *args: Any) -> Call:
-    """Returns a call that checks the function's result."""
+    """Returns a call that asserts that the function returns `value`."""
 
     def call() -> None:
         assert function(*args) == value
@@ -97,7 +97,10 @@ def _allocating(engine: Engine, cache: Any) -> Steps:
 def _named_slot(
     engine: Engine, cache: Any, reqid: int, call: Callable[[], Any], rows: list[int]
 ) -> Steps:
-    """The caller chooses the slot, so it can free a slot that the interrupted call allocated."""
+    """Interrupts a call that takes a slot of the caller's choice.
+
+    The caller can therefore free a slot that the interrupted call has taken.
+    """
     yield call
     if cache.slots.is_taken(reqid):
         cache.free_reqid(reqid)
@@ -117,7 +120,7 @@ def _freeing(engine: Engine, cache: Any, reqid: int) -> Steps:
 
 
 def _free_recording(engine: Engine, cache: Any, reqid: int) -> Steps:
-    """If the free recorded a prefix, that prefix must hold the request's rows."""
+    """Interrupts a free that records a prefix; a recorded prefix must hold the request's rows."""
     tags = engine.held[cache, reqid]
     tokens = list(range(len(tags)))
     engine.leaves(cache, reqid)
@@ -146,7 +149,7 @@ def _grown(engine: Engine, cache: Any, want: list[int], more: dict[int, int]) ->
 
 
 def step_starts(engine: Engine) -> Steps:
-    """Grows into an earlier owner's pages, which are zeroed."""
+    """Grows into an earlier owner's pages, which must be zeroed."""
     cache = engine.cache(max_batch=2)
     engine.start(cache, 3)
     engine.free(cache, engine.start(cache, 2 * ROWS))
@@ -157,8 +160,8 @@ def step_starts(engine: Engine) -> Steps:
 
 
 def _reclaiming(engine: Engine, *, recorded: bool = False) -> tuple[KVCache, int]:
-    """Starts a request that can only grow by taking the pages of a free slot, or with `recorded`,
-    those of a prefix.
+    """Starts a request that can only grow by taking the pages of a free slot, or those of a prefix
+    if `recorded` is true.
     """
     cache = engine.cache(pages=4)
     reqid = engine.start(cache, 3)
@@ -198,7 +201,7 @@ def step_slides_moved_pages(engine: Engine) -> Steps:
 
 
 def step_without_some(engine: Engine) -> Steps:
-    """Requests not named in the step keep their rows."""
+    """Requests that the step does not name keep their rows."""
     cache = engine.cache()
     engine.start(cache, 2 * ROWS)
     more = {engine.start(cache, 3): 3 * ROWS}
@@ -254,8 +257,8 @@ step_joins.context = {"max_mappings": 10 * TENSORS}  # type: ignore[attr-defined
 
 
 def _truncating(engine: Engine, cache: Any, reqid: int, length: int) -> Steps:
-    """Interrupts a truncation: the rows from `length` on are either intact or gone, and the same in
-    every group.
+    """Interrupts a truncation; afterwards the rows from `length` on are either intact or gone, and
+    all groups agree.
     """
     tags = engine.held[cache, reqid]
     engine.held[cache, reqid] = tags[:length]
@@ -279,7 +282,7 @@ def _truncatable(engine: Engine) -> tuple[KVCache, int]:
 
 
 def truncate_short(engine: Engine) -> Steps:
-    """Memory does not suffice for the copy."""
+    """Memory does not suffice for the copy of a shared page."""
     cache = engine.cache(pages=4)
     reqid = engine.start(cache, 2 * ROWS)
     cache.record(reqid, list(range(2 * ROWS)))
@@ -387,8 +390,8 @@ Recorded = tuple[Any, list[int], list[int]]
 
 
 def _record_last(engine: Engine, cache: Any, reqid: int, then: Any = None) -> Recorded:
-    """Frees a request and records it; returns the cache, the prefix's tokens, and the contents of
-    its rows.
+    """Frees a request, and records its rows; returns the cache, the prefix's tokens, and the
+    contents of its rows.
     """
     tags = engine.held[cache, reqid]
     tokens = list(range(len(tags)))
@@ -439,8 +442,10 @@ def _telling(engine: Engine, tell: Callable[[KVCache], Callable[[], list[Any]]])
 
 
 def _leased(engine: Engine) -> tuple[KVCache, int, Any, list[int]]:
-    """Starts a request; returns it with a match of the first block of a prefix that holds all other
-    pages.
+    """Starts a request beside a prefix that holds all other pages.
+
+    Returns:
+        The cache, the request, a match of the prefix's first block, and the contents of that block.
     """
     cache = engine.cache(pages=4)
     reqid = engine.start(cache, 3)
@@ -451,7 +456,9 @@ def _leased(engine: Engine) -> tuple[KVCache, int, Any, list[int]]:
 def _begins(
     engine: Engine, cache: Any, prompt: Any, tags: list[int], *, leave: int = 0, some: bool = False
 ) -> int:
-    """Starts a request from a cached prefix or a match, with these rows or (`some`) fewer."""
+    """Starts a request from a cached prefix or a match; it must get these rows, or some of them if
+    `some` is true.
+    """
     taken = cache.alloc_prefix(prompt, leave)
     assert taken is not None, "alloc_prefix returned None"
     reqid, length = taken
@@ -499,7 +506,7 @@ def trim_takes_a_match(engine: Engine) -> Steps:
 
 
 def can_admit_a_match_again(engine: Engine) -> Steps:
-    """A match has lost its lease; admission renews the lease for the part that a request keeps."""
+    """`can_admit` renews the lost lease of a match, for the part that a running request keeps."""
     cache, reqid = _forkable(engine, 2 * ROWS)
     tags, tokens = engine.held[cache, reqid], list(range(2 * ROWS))
     cache.record(reqid, tokens)
@@ -569,7 +576,7 @@ def _to_host(engine: Engine, **changes: Any) -> Recorded:
 
 
 def _begins_with_some(engine: Engine, cache: Any, tokens: list[int], tags: list[int]) -> None:
-    """Checks the rows of the part of a prefix that an interrupted call has left."""
+    """Starts and grows a request from the part of a prefix that an interrupted call has left."""
     reqid = _begins(engine, cache, tokens, tags, some=True)
     engine.grow(cache, reqid, len(engine.held[cache, reqid]) + 2)
 
@@ -594,8 +601,8 @@ def step_evicts_to_host(engine: Engine) -> Steps:
 
 
 def _from_host(engine: Engine, found: Recorded, *, trims: bool = True) -> Steps:
-    """Interrupts the reload of a prefix; any part of it may be on the device, the rest in host
-    memory.
+    """Interrupts the reload of a prefix; afterwards any part of it may be on the device, and the
+    rest in host memory.
     """
     cache, tokens, tags = found
     if trims:
@@ -611,7 +618,7 @@ def _from_host(engine: Engine, found: Recorded, *, trims: bool = True) -> Steps:
 
 
 def alloc_prefix_with_the_rest_from_host(engine: Engine) -> Steps:
-    """The call also moves another prefix to host memory."""
+    """Reloads a prefix by a call that also moves another prefix to host memory."""
     cache, tokens, tags = _to_host(engine, pages=5)
     cache.trim(prefixes="host")
     _begins(engine, cache, tokens[:ROWS], tags[:ROWS])
@@ -650,11 +657,11 @@ def step_evicts_a_window(engine: Engine) -> Steps:
 
 
 def _swapped(engine: Engine, call: Callable[[], None]) -> bool:
-    """Returns true if a request is swapped out. If the result was lost, the request must still be
-    running.
+    """Returns true if the engine has a swapped request, from the interrupted call or a second one.
 
-    The last instructions, after the records have changed and before the caller has the result, are
-    exempt.
+    Returns false if the result was lost, so that the second call fails. Only an interruption of the
+    last instructions may have this effect: those after the change of the records, and before the
+    caller has the result.
     """
     if not engine.swapped:
         try:
@@ -696,8 +703,10 @@ def swap_out_shared(engine: Engine) -> Steps:
 
 
 def _swapping_in(engine: Engine, cache: Any, reqid: int, *, alone: bool = False) -> Steps:
-    """`alone`: all other requests may be freed before the call is repeated; for requests that read
-    zeros.
+    """Interrupts a swap-in.
+
+    If `alone` is true, ordinary work runs before the call is repeated. It checks that new rows read
+    as zeros, and may free all other requests.
     """
     tags = engine.held.pop((cache, reqid))
     swapped = cache.swap_out(reqid)
@@ -720,8 +729,9 @@ def _swapping_in(engine: Engine, cache: Any, reqid: int, *, alone: bool = False)
 
 
 def swap_in_over_clean_pages(engine: Engine) -> Steps:
-    """The pages are already mapped and zero; those written before the exception are no longer
-    zero."""
+    """Swaps in over pages that are already mapped and zero; those that the interrupted call has
+    written are no longer zero.
+    """
     cache = engine.cache(eager_pages=3)
     steps = _swapping_in(engine, cache, engine.start(cache, 2 * ROWS + 3), alone=True)
     call = next(steps)
@@ -862,10 +872,10 @@ def _whole(engine: Engine, cache: Any) -> tuple[Any, int]:
 
 
 def _by_pages(engine: Engine, cache: Any, *, scattered: bool, begun: int = 0) -> tuple[Any, int]:
-    """Starts a request with a full block that grew page by page; `scattered`: its pages are not
-    adjacent.
+    """Starts a request with a full block that grew page by page.
 
-    `begun`: the number of blocks to start promoting.
+    If `scattered` is true, its pages are not adjacent. `begun` is the number of blocks whose
+    promotion is begun.
     """
     reqid = engine.start(cache, ROWS)
     for rows in range(2 * ROWS, PART + 1, ROWS):
@@ -918,8 +928,9 @@ def _beside_a_free_block(engine: Engine, cache: Any, rows: int = 3 * ROWS) -> tu
 
 
 def _beside_a_loose_block(engine: Engine) -> tuple[KVCache, dict[int, int]]:
-    """Starts a request that can only grow by taking pages of another request's large entry that lie
-    beyond that request's rows."""
+    """Starts a request that can only grow by taking pages of another request's large entry, which
+    lie beyond that request's rows.
+    """
     cache = _in_blocks(engine, pages=UNIT_PAGES + 2)
     reqid, (_, other) = engine.start(cache, ROWS), _whole(engine, cache)
     assert cache.truncate(other, ROWS + 3) == 0
@@ -946,7 +957,7 @@ def _read_common(engine: Engine, cache: KVCache) -> list[int]:
 
 
 def map_common_pages(engine: Engine) -> Steps:
-    """Either all slots are taken or none; if the result was lost, they are freed."""
+    """After the interruption, either all slots are taken or none; any taken ones are freed."""
     cache = _common(engine)
 
     call = partial(cache.slots.map_common_pages, ROWS)
@@ -984,7 +995,7 @@ _COMMON = list(range(ROWS))
 
 
 def _vattention(engine: Engine, *, common: bool = False) -> Manager:
-    """Creates the module's state, whose context and cache the engine checks and closes."""
+    """Creates the module's `Manager`; the engine checks and closes its context and cache."""
     backend, page = engine.context.info.backend, engine.page
     shape = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 64, "dtype": "float32"}
     if common:
@@ -1138,7 +1149,7 @@ def _buffers(engine: Engine, resource: Any, call: Callable[[], Any]) -> Steps:
     """Interrupts a call; then allocates buffers, each with its own pages, and frees all of them."""
     page = engine.page
     yield from again(call)
-    for addr in list(resource._live):  # buffers allocated by the calls, which free none
+    for addr in list(resource._live):  # the calls allocate buffers, but free none
         resource.deallocate(addr, page)
     made = [resource.allocate(page) for _ in range(3)]
     assert resource.live_buffers == len(set(made)) == 3
@@ -1281,7 +1292,7 @@ def layered_step_tidies(engine: Engine) -> Steps:
 
 
 def _layers_in_blocks(engine: Engine, pages: int = 100, **changes: Any) -> LayeredCache:
-    """Creates a cache in which `PART` rows fill one block of 2 MiB per tensor in one group, two in
+    """Creates a cache in which `PART` rows fill one 2 MiB block per tensor in one group, and two in
     the other.
     """
     if Caps.LARGE_ENTRIES not in engine.context.info.caps:
@@ -1385,8 +1396,9 @@ def _layered_moving(engine: Engine, *, wait: bool) -> Steps:
 
 
 def _layered_windows(engine: Engine, rows: int) -> tuple[LayeredCache, int]:
-    """Creates a cache of sliding layers and a full layer; some of its request's rows have left the
-    window."""
+    """Creates a cache of a sliding and a full layer; some of its request's rows have left the
+    window.
+    """
     heads = engine.page // (ROWS * 64 * 4)
     shapes = [LayerShape(heads, 64, window=8), LayerShape(2 * heads, 64)]
     cache = _layered(engine, shapes=shapes, max_batch=6, max_seq_len=12 * ROWS, window_tile=4)
@@ -1394,7 +1406,7 @@ def _layered_windows(engine: Engine, rows: int) -> tuple[LayeredCache, int]:
 
 
 def layered_step_slides(engine: Engine) -> Steps:
-    """Two windows slide in one batch, and the layers of all classes grow in another."""
+    """The windows of two requests slide in one batch, and all groups grow in another."""
     cache, first = _layered_windows(engine, 5 * ROWS)
     both = first, _slid(engine, cache, 5 * ROWS)
     return _growing(engine, cache, dict.fromkeys(both, 5 * ROWS + 1))
@@ -1419,8 +1431,8 @@ NOBODY_TOLD = _nobody_told()
 def _opening(
     engine: Engine, make: Callable[[], Any], groups: int = 1, budget: Budget | None = None
 ) -> Steps:
-    """An interrupted constructor releases what it has allocated; an interrupted close can be
-    repeated.
+    """Interrupts the opening and closing of a cache: a constructor must release what it has
+    allocated, and a close can be repeated.
     """
     made: list[Any] = []
     before = engine.context.stats().reservations
@@ -1574,7 +1586,7 @@ def _beginning(served: Served, call: Call, rows: list[int]) -> Steps:
 
 
 def _served_recorded(engine: Engine, make: Any = None) -> tuple[Served, list[int]]:
-    """Records the first rows of the request, and also returns them."""
+    """Creates a `Served` and records the first rows of its request; returns both."""
     served = Served(engine, make)
     recorded = served.requests.record(served.one, list(range(served.one.length)))
     assert recorded
@@ -1734,7 +1746,11 @@ def _forked(engine: Engine, cache: Any, parent: int) -> tuple[Any, int]:
 def _longer(
     engine: Engine, lengths: dict[int, int], make: Any = Engine.cache, **options: Any
 ) -> tuple[Any, dict[int, int]]:
-    """Starts requests with the lengths of `lengths`; returns the new length of each by reqid."""
+    """Starts a request for each item of `lengths`, which maps its length to a new length.
+
+    Returns:
+        The cache, and the new length of each request by reqid.
+    """
     cache = make(engine, **options)
     return cache, {engine.start(cache, rows): more for rows, more in lengths.items()}
 
@@ -1948,7 +1964,8 @@ SCENARIOS |= {
 
 def sample(count: int, want: int, rng: random.Random) -> list[int]:
     """Returns `want` of the numbers 1 to `count`, evenly spaced from a random start; if `want` is
-    0, all of them."""
+    0, all of them.
+    """
     if not want or want >= count:
         return list(range(1, count + 1))
     step = count / want
@@ -1960,7 +1977,7 @@ Seen = list[tuple[tuple[int, ...], Outcome]]
 
 
 def fail_with(name: str, count: int, seen: Seen) -> None:
-    """Fails with a list of the broken checks and their points, if there are any."""
+    """Fails if any checks are broken; the message lists them with their points."""
     broken = [(at, one) for at, one in seen if one.broken]
     orphans = sum(bool(one.orphans) for _, one in seen)
     if orphans:
@@ -2037,8 +2054,7 @@ def test_signals() -> None:
 
 
 def test_an_exception_on_entry_releases_the_lock() -> None:
-    """Covers a thread that already holds the lock: the lock is released as often as it was
-    taken."""
+    """Covers a thread that already holds the lock; it is released as often as it was taken."""
     lock = FairLock()
 
     def call() -> None:
