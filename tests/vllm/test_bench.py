@@ -13,7 +13,10 @@ import pytest
 from pyvmem.commands.cli import main
 from pyvmem.errors import InvalidArgument
 from pyvmem.layouts.workload import Arrival, Request
+from vmem_bench.vllm import command
 from vmem_bench.vllm.arm import _Inside
+from vmem_bench.vllm.common import open_fleet
+from vmem_bench.vllm.engines import Plan, TimeUp
 from vmem_bench.vllm.loads import Heard, Load, arrivals, at_rate, climb, idle_footprint, in_turns
 from vmem_bench.vllm.picture import draw
 
@@ -43,6 +46,23 @@ def test_elastic_and_stock(bench: Any) -> None:
             assert len(rows[f"rate/{rate}/{arm}"]["rounds"]) == 2
     assert 0 < rows["rest/mapped"]["value"] < rows["peak"]["value"]
     assert [one["id"] for one in part["missing"]] == ["load/rest/held"]
+
+
+def test_answers_depend_on_keys_and_values(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise an engine that lost some of them would give the same answers as stock vLLM."""
+    answers: list[list[int]] = []
+
+    def measure(command: Any, part: Any) -> None:
+        prompts = [[first] * 64 + [7] * 16 for first in (10, 20, 30, 40)]
+        load = Load(prompts, [8] * 4, [0.0] * 4)
+        with open_fleet(command) as fleet:
+            fleet.start({"stock": Plan(False, 16 << 20)})
+            answers.extend(fleet.order("stock", **load.order())["answers"])
+        part.value("one", "row", "stock", 1, "x")
+
+    monkeypatch.setitem(command.PARTS, "load", ("a part", measure))
+    bench("load")
+    assert len({tuple(one) for one in answers}) == 4
 
 
 @pytest.mark.long
@@ -245,9 +265,6 @@ def test_rough(bench: Any, host: list[str]) -> None:
 
 
 def test_a_deadline_leaves_what_was_measured(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vmem_bench.vllm import command
-    from vmem_bench.vllm.engines import TimeUp
-
     def measure(command: Any, part: Any) -> None:
         part.value("one", "row", "elastic", 1, "x")
         raise TimeUp("the deadline of 1 s came")

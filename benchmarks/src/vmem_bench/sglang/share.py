@@ -10,7 +10,6 @@ recomputed.
 from __future__ import annotations
 
 import itertools
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,8 +20,9 @@ from pyvmem.bench.record import Part
 from pyvmem.bench.timing import percentile
 from pyvmem.layouts.workload import Arrival, Request
 from vmem_bench.command import Command, WrongResult
+from vmem_bench.engine_path import engine_path
 from vmem_bench.sglang.tables import spread
-from vmem_bench.sglang.turns import ROOTS, SHAPES, engine_environment, engine_options, make_site
+from vmem_bench.sglang.turns import SHAPES, engine_environment, engine_options
 from vmem_bench.vllm.common import MIB, REST, Book
 from vmem_bench.vllm.engines import Fleet, Plan
 from vmem_bench.vllm.loads import Heard, Load, arrivals, at_rate, tiny
@@ -64,7 +64,9 @@ class _Mixed(Fleet):
 
     def __enter__(self) -> _Mixed:
         super().__enter__()
-        self._site = make_site(self.folder / "site", self.command.args.sglang_path)
+        args = self.command.args
+        self.path = engine_path(self.folder / "site-vllm", args.vllm_path)
+        self._sglang_path = engine_path(self.folder / "site-sglang", args.sglang_path)
         return self
 
     @property
@@ -92,10 +94,8 @@ class _Mixed(Fleet):
         words, env = super()._program(plan)
         if isinstance(plan, _SGLangPlan):
             words = [*words[:-1], "vmem_bench.sglang.arm"]
-            env = engine_environment(self.command, self._site, args.sglang_path)
+            env = engine_environment(self.command, self._sglang_path)
             env["VMEM_SGLANG"] = str(int(plan.elastic))
-        elif args.vllm_path:
-            env["PYTHONPATH"] = os.pathsep.join([args.vllm_path, *ROOTS])
         page = args.page or (self.command.page if self.command.quick else 0)
         env |= {"VMEM_PAGE_SIZE": str(page)} if page else {}
         return words, env | (dict(args.env) if plan.elastic else {})

@@ -8,21 +8,16 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from importlib import metadata
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pyvmem
-import vmem_bench
 from vmem_bench.command import Command, WrongResult
+from vmem_bench.engine_path import engine_path
 from vmem_bench.vllm.engines import SHAPES as VLLM_SHAPES
 from vmem_bench.vllm.engines import kill_group
 
-__all__ = ["ROOTS", "SHAPES", "Turns", "engine_environment", "engine_options", "make_site"]
-
-ROOTS = [str(Path(one.__path__[0]).parent) for one in (pyvmem, vmem_bench)]
-"""Directories from which a process imports pyvmem and the benchmarks."""
+__all__ = ["SHAPES", "Turns", "engine_environment", "engine_options"]
 
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": VLLM_SHAPES["Llama-3-8B"],
@@ -97,18 +92,16 @@ def engine_options(
     return given | dict(args.option)
 
 
-def engine_environment(command: Command, site: Path, path: str = "") -> dict[str, str]:
+def engine_environment(command: Command, path: str) -> dict[str, str]:
     """Returns the environment of an engine's process, with the back end as the only VMEM variable.
 
     Args:
         command: the run's command.
-        site: the directory that `make_site` created.
-        path: PYTHONPATH of the engine; "" for this process's.
+        path: the engine's PYTHONPATH, from `engine_path`.
     """
     env = {name: value for name, value in os.environ.items() if not name.startswith("VMEM_")}
     env.pop("SGLANG_PLUGINS", None)
-    paths = [str(site), *filter(None, [path or env.get("PYTHONPATH")]), *ROOTS]
-    env |= {"PYTHONPATH": os.pathsep.join(paths), "VMEM_BACKEND": command.backend}
+    env |= {"PYTHONPATH": path, "VMEM_BACKEND": command.backend}
     env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if command.backend == "host":
         env["SGLANG_USE_CPU_ENGINE"] = "1"
@@ -149,7 +142,7 @@ class Turns:
         }
         (folder / "model").mkdir()
         (folder / "model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        self.site = make_site(folder / "site")
+        self.path = engine_path(folder / "site")
 
     def options(self) -> dict[str, Any]:
         """Returns the options of `sglang.Engine`."""
@@ -160,7 +153,7 @@ class Turns:
 
     def _environment(self, elastic: bool) -> dict[str, str]:
         args = self.command.args
-        env = engine_environment(self.command, self.site)
+        env = engine_environment(self.command, self.path)
         if elastic:
             page = args.page or (self.command.page if self.command.quick else 0)
             env |= {"VMEM_SGLANG": "1", "VMEM_LEDGER": str(self.ledger)}
@@ -255,32 +248,3 @@ def _read(out: Path) -> Found:
         else:
             found[name] = step
     return found
-
-
-def make_site(folder: Path, path: str = "") -> Path:
-    """Creates a directory for an engine's PYTHONPATH, with the entry points that it needs.
-
-    These are the benchmark's SGLang plug-in and, if pyvmem is not installed, pyvmem's plug-in.
-
-    Args:
-        folder: the directory to create.
-        path: PYTHONPATH of the engine; "" for this process's.
-    """
-    groups: Mapping[str, list[str]] = {
-        "sglang.srt.plugins": ["vmem_bench = vmem_bench.sglang.weights:register"],
-        "torch.backends": [],
-    }
-    mine = os.environ.get("PYTHONPATH", "").split(os.pathsep) if path else []
-    where = [*path.split(os.pathsep), *(one for one in sys.path if one not in mine)]
-    there = (one for found in metadata.distributions(path=where) for one in found.entry_points)
-    if not any((one.group, one.name) == ("sglang.srt.plugins", "vmem") for one in there):
-        groups["sglang.srt.plugins"].append("vmem = pyvmem_sglang:register")
-        groups["torch.backends"].append("vmem_sglang = pyvmem_sglang:check_plugins")
-    info = folder / "vmem_bench_sglang-0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vmem-bench-sglang\nVersion: 0\n")
-    text = "".join(
-        f"[{group}]\n" + "".join(f"{line}\n" for line in lines) for group, lines in groups.items()
-    )
-    (info / "entry_points.txt").write_text(text, encoding="utf-8")
-    return folder

@@ -48,9 +48,6 @@ def _engine(options: dict[str, Any]) -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
-    from pyvmem.vllm import plugin
-
-    plugin.register()  # the entry point may not be installed; a second call does nothing
     return LLM(**{**ENGINE, **options})
 
 

@@ -54,7 +54,7 @@ __all__ = ["PARTS", "add_parser", "run"]
 
 _METHOD = {
     "engines": "each in its own process, all on the device at the same time (full: one at a time); "
-    "LLM(), greedy, dummy weights; requests are added when they are due, between steps",
+    "LLM(), greedy, random weights; requests are added when they are due, between steps",
     "rate": "requests per second on average; 0: all at the start. The gaps between requests are "
     "proportional to the trace's",
     "order": "stock, elastic, stock again, and, with --beside, an engine with another page size "

@@ -22,6 +22,7 @@ from pyvmem.bench.record import Part
 from pyvmem.bench.timing import Deadline
 from pyvmem.ledger.accounts import EngineInfo, Ledger, devices
 from vmem_bench.command import Command, WrongResult
+from vmem_bench.engine_path import engine_path
 
 __all__ = [
     "LLAMA",
@@ -303,6 +304,7 @@ class Fleet:
             model = self.folder / "model"
             model.mkdir()
             (model / "config.json").write_text(json.dumps(self._config()), encoding="utf-8")
+            self.path = engine_path(self.folder / "site")
             self._stack = stack.pop_all()
         return self
 
@@ -389,6 +391,8 @@ class Fleet:
         """Returns the command line and environment of an engine's process."""
         env = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
         env |= {"VLLM_LOGGING_LEVEL": "WARNING", "VMEM_VLLM": str(int(plan.elastic))}
+        env |= {"PYTHONPATH": self.path}
+        env.pop("VLLM_PLUGINS", None)
         return [sys.executable, "-m", "vmem_bench.vllm.arm"], env
 
     def _start(self, name: str, plan: Plan, count: int) -> Engine:

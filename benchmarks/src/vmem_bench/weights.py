@@ -1,25 +1,32 @@
 # SPDX-License-Identifier: MIT
-"""An SGLang plug-in: random weights that make answers depend on keys and values.
+"""A plug-in for vLLM and SGLang: random weights that make answers depend on keys and values.
 
-SGLang's own dummy weights, including those of norms, are so small that attention is lost in
-rounding, so that wrong keys and values would not change an answer.
+The dummy weights of both engines, including those of norms, are so small that attention is lost in
+rounding. With them, an engine that loses half of its keys and values gives the same answers.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["draw", "register"]
+__all__ = ["draw", "register_sglang", "register_vllm"]
 
 _DEVIATION = 0.04
 
 
-def register() -> None:
-    """Replaces SGLang's dummy weights; the entry point in ``sglang.srt.plugins``."""
+def register_sglang() -> None:
+    """Replaces SGLang's dummy weights; an entry point in ``sglang.srt.plugins``."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     target = "sglang.srt.model_loader.loader.initialize_dummy_weights"
     HookRegistry.register(target, draw, HookType.REPLACE)
+
+
+def register_vllm() -> None:
+    """Replaces vLLM's dummy weights; an entry point in ``vllm.general_plugins``."""
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    DummyModelLoader.load_weights = lambda _, model, model_config: draw(model)
 
 
 def draw(model: Any) -> None:
