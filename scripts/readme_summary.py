@@ -114,21 +114,17 @@ def vllm() -> tuple[str, str]:
     """
     found = []
     where: list[Result] = []
-    equal = answers = 0
     for run in runs("vllm"):
         times = rows(run)
         for name, row in times.items():
             if name.startswith("load/rate/") and name.endswith("/elastic"):
-                same = times[name.replace("/rate/", "/same/")]
-                equal, answers = equal + same["value"], answers + same["of"]
                 stock = name.replace("elastic", "stock")
                 both = [times[key]["value"] for key in (stock, f"{stock} again") if key in times]
                 found.append(row["value"] / statistics.mean(both))
                 where.append(run)
     if not found:
         return NOT_MEASURED, ""
-    same_words = "every answer" if equal == answers else f"{equal:,} of {answers:,} answers"
-    return f"{spread(found, '.3f')} times, {same_words} the same", machines(where)
+    return f"{spread(found, '.3f')} times", machines(where)
 
 
 def at_rest() -> tuple[float, float, float, list[Result]]:
@@ -181,7 +177,7 @@ def headline() -> list[str]:
         f"servers with a fixed equal share each; {number(min(found), 2)} times at heavier load "
         f"({machines(shared)}) | of KV cache stay [mapped]({page}) {seconds:.1f} s after the last "
         f"request ({machines(idle)}) | of stock vLLM's [tokens/s]({page}) with 48 GiB of keys "
-        f"and values, with the same answers ({machines([run for run, _ in full])}) |",
+        f"and values ({machines([run for run, _ in full])}) |",
     ]
 
 
