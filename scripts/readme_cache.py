@@ -157,7 +157,7 @@ def _one_kernel(found: dict[str, Result], run: Result, kernel: str, name: str) -
 
 
 def footprint_times(run: Result, kind: str) -> dict[str, dict[str, float]]:
-    """Returns the times on a kind of memory relative to cudaMalloc memory.
+    """Returns the times for one kind of memory, relative to cudaMalloc memory.
 
     The outer key is the layout and the case, and the inner key is the cache's size.
     """

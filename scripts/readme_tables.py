@@ -266,7 +266,7 @@ WORKED = [
 
 
 def part_workloads(_: list[Result]) -> list[str]:
-    """Returns the table of operation counts of workloads on the patched and the stock driver."""
+    """Returns a table of operation counts per workload, on the patched and the stock driver."""
     path = RESULTS / "softgpu-workloads.jsonl"
     head, *found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     cases = {(line["tensors"], line["case"], line["way"]): line for line in found}

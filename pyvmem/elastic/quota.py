@@ -121,7 +121,7 @@ class Signals:
     """Detects new signals from other engines.
 
     Args:
-        count: returns the number of asks and of gives so far, for example `LedgerQuota.signals`.
+        count: returns the numbers of asks and gives so far, for example `LedgerQuota.signals`.
     """
 
     def __init__(self, count: Callable[[], tuple[int, int]]) -> None:

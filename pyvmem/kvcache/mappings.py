@@ -33,7 +33,7 @@ def who_has_mappings(groups: Sequence[Group]) -> str:
         taken, idle = map(sum, zip(*[one.pager.runs.holders() for one in parts], strict=True))
         own = parts[0].prefixes is groups[0].prefixes
         name = "this cache" if own else f"cache {number} of the budget"
-        texts.append(f"{name} has about {taken} for requests and {idle} for unowned pages")
+        texts.append(f"{name} has about {taken} for requests and {idle} for free slots")
         known += taken + idle
     if total > known:
         texts.append(f"other users of the context and recorded prefixes have {total - known}")

@@ -209,7 +209,7 @@ class Interrupts:
             return call()
         finally:
             monitoring.set_events(tool, 0)
-            # for the next run: enables the locations that returned DISABLE again
+            # for the next run: re-enables the locations that returned DISABLE
             monitoring.restart_events()
             for event in callbacks:
                 monitoring.register_callback(tool, event, None)
