@@ -290,7 +290,7 @@ class _Runner:
 
 
 def _tokens(sizes: Sizes, number: int, arrival: Arrival) -> Ints:
-    """Returns a request's tokens, identical in every arm and for requests with the same content id."""
+    """Returns a request's tokens, identical in every arm and for equal content ids."""
     import numpy as np
 
     def drawn(seed: tuple[int, ...], count: int) -> Ints:
