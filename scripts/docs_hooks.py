@@ -28,7 +28,7 @@ log = logging.getLogger("mkdocs.docs_hooks")
 ROOT = Path(__file__).resolve().parent.parent
 MAN = ROOT / "libvmem" / "man"
 
-# Maps pages of the site to files of the repository.
+# Maps the site's pages to files in the repository.
 TAKEN = {
     "benchmarks/method.md": "benchmarks/README.md",
     **{

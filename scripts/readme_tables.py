@@ -366,7 +366,7 @@ def part_sharing(_: list[Result]) -> list[str]:
 
 
 def part_turns(_: list[Result]) -> list[str]:
-    """Returns the table of the fraction of prefix hits that were still mapped, by budget."""
+    """Returns a table that shows, by budget, which fraction of prefix hits was still mapped."""
     run = load_run(RESULTS / "prefix-turns.json")
     found = rows(run)
     budgets = list(dict.fromkeys(name.rpartition("/")[2] for name in found))

@@ -496,7 +496,7 @@ class Share:
         return any(stopped)
 
     def unsettled(self, *, promoting: bool = True) -> int:
-        """Returns how many bytes above their floors the other caches would free after a wait."""
+        """Returns how many bytes the other caches would free after a wait, down to their floors."""
         return sum(
             min(
                 (

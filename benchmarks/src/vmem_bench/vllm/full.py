@@ -125,7 +125,7 @@ class _Turn:
         rate: new tokens per second over the whole load.
         started: new tokens per second of the first load.
         steps: durations in seconds of the decode steps in which every request runs.
-        waited: share of the load's time in which the host waited for the GPU.
+        waited: fraction of the load's time that the host spent waiting for the GPU.
         rest: bytes of KV cache mapped before the load; 0 for a stock engine.
         mapped: peak number of bytes mapped during the load; 0 for a stock engine.
         answers: token ids of both loads.
