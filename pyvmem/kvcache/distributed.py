@@ -243,7 +243,7 @@ def shard_kv_heads(num_kv_heads: int, world_size: int) -> int:
 
 
 def rank_config(model: Any, world_size: int, **overrides: Any) -> KVCacheConfig:
-    """Returns what `KVCacheConfig.from_hf` does, for one of `world_size` tensor-parallel ranks.
+    """Like `KVCacheConfig.from_hf`, but for one of `world_size` tensor-parallel ranks.
 
     Args:
         model: a transformers configuration.
@@ -291,7 +291,7 @@ def agree_on_pages(
     """Returns the minimum number of pages over the ranks. A collective.
 
     Raises:
-        RankFailed: a rank had a failure.
+        RankFailed: a rank failed.
         InvalidArgument: configurations or page sizes differ.
     """
     shape = zlib.crc32(repr(asdict(replace(config, memory_limit=0))).encode())
@@ -377,12 +377,13 @@ class ParallelKVCache(KVCache):
     """A `KVCache` on every rank of a group.
 
     Every rank must make the same calls in the same order. Construction, `check_step`, `together`
-    and `recover` are collectives; nothing else communicates. The results of calls belong to a rank:
-    a `SwappedRequest`, for example, must be swapped in on every rank, or closed on every rank.
+    and `recover` are collectives; nothing else communicates. An object that a call returns belongs
+    to its rank: a `SwappedRequest`, for example, must be swapped in on every rank or closed on
+    every rank.
 
-    An argument is rejected on every rank, before anything changes; this does not poison the rank,
-    and rejections are compared like results. Every other exception *poisons* the rank: from then on
-    every call raises it, until `recover`, and the other ranks learn of it in `check_step`.
+    An invalid argument is rejected on every rank, before anything changes; this does not poison the
+    rank, and rejections are compared like results. Every other exception *poisons* the rank: from
+    then on every call raises it, until `recover`, and the other ranks learn of it in `check_step`.
 
     Only a shortage of mappings depends on the physical placement of a rank's pages. If a `step`
     runs out of mappings on a rank, it raises TooManyMappings there; the rank must still call
@@ -390,7 +391,7 @@ class ParallelKVCache(KVCache):
 
     Args:
         config: the same on every rank, except for `memory_limit`. `num_kv_heads` is per rank
-            (`rank_config`). A `memory_limit` of 0 means 0.9 of the device's free memory. The memory
+            (`rank_config`). A `memory_limit` of 0 means 90% of the device's free memory. The memory
             is allocated on construction and kept until `close`.
         group: the ranks' torch.distributed group; None: the default group.
         backend: back end of the context that the cache opens and owns.
@@ -481,7 +482,7 @@ class ParallelKVCache(KVCache):
         *,
         settles: bool = True,
     ) -> _T:
-        """Makes a call and adds its result or failure to the digest, with its tokens `ids`.
+        """Makes a call and adds its result or failure, and its tokens `ids`, to the digest.
 
         With `settles`, the growth of a `step_async` is completed first. Pages promised by a growth
         in flight have no owner yet, so whether memory is short would depend on the growth's
@@ -535,8 +536,7 @@ class ParallelKVCache(KVCache):
         return result
 
     def _note(self, name: str, answer: Any) -> None:
-        """Adds a call to the digest: its name, its result, and the rows requested or left
-        behind."""
+        """Adds a call's name and result, and the rows requested or left behind, to the digest."""
         group = self._manager.groups[0]
         rows = group.pager.columns.needs if name in ("step", "step_async") else group.rows
         self._digest = zlib.crc32(rows, zlib.crc32(f"{name} {answer}".encode(), self._digest))
@@ -687,17 +687,17 @@ class ParallelKVCache(KVCache):
         self._compare("free_reqid", call, ids, settles=ids is not None)
 
     def step(self, seq_lens: Sequence[int], stream: Any = None) -> int:
-        """Like `KVCache.step`; returns the same on every rank.
+        """Like `KVCache.step`, with the same result on every rank.
 
-        It completes all growth that a `step_async` started, even for requests with 0 in this step.
-        It waits for the map calls and makes `stream` (or the CPU, without a stream) wait for the
-        zero-fills, which follow the GPU work of the slots' earlier owners.
+        It completes all growth that a `step_async` started, even for requests whose number in this
+        step is 0. It waits for the map calls and makes `stream` (or the CPU, without a stream) wait
+        for the zero-fills, which follow the GPU work of the slots' earlier owners.
         `KVCacheConfig.ahead_tokens` has no effect.
 
         Raises:
             TooManyMappings: this rank is out of mappings. Call `check_step`, where the other ranks
                 wait and every rank undoes the step. With a sliding window this is a failure.
-            VMemError: this rank failed. Call `check_step` here, too.
+            VMemError: this rank failed. Call `check_step` on this rank as well.
         """
 
         def call() -> int:
@@ -709,7 +709,7 @@ class ParallelKVCache(KVCache):
         return self._section("step", call)
 
     def agreed_step(self, seq_lens: Sequence[int], stream: Any = None) -> int:
-        """Runs `step` and `check_step`; returns the same on every rank. A collective.
+        """Runs `step` and `check_step`, with the same result on every rank. A collective.
 
         Also returns -1 if only some ranks are out of mappings. No other call can come between the
         two calls.
@@ -831,7 +831,7 @@ class ParallelKVCache(KVCache):
     ) -> int:
         """Unmaps all unowned pages, like `KVCache.trim`; returns 0.
 
-        The context keeps the memory, since the ranks have agreed on its size; so `compact` has no
+        The context keeps the memory, since the ranks have agreed on its size. So `compact` has no
         effect.
         """
         check(stream)

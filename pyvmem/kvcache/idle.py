@@ -59,7 +59,7 @@ class IdleThread:
         self._failed = False
 
     def start(self) -> None:
-        """Starts the thread, as a daemon: the process can exit while it runs."""
+        """Starts the thread, as a daemon: the process can exit while the thread runs."""
         self.running = True
         start_new_thread(self._watch, ())
 

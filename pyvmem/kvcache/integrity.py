@@ -165,7 +165,7 @@ def verify(groups: Sequence[Group]) -> None:
 
 
 def check(group: Group) -> list[str]:
-    """Describes every mismatch within a group's records and between the records and libvmem."""
+    """Returns a description of each mismatch within a group's records, or with libvmem's."""
     found: list[str] = []
     table, pager, reclaimer, layout = group.table, group.pager, group.reclaimer, group.layout
     held = granted = slid = 0
@@ -262,7 +262,7 @@ def _check_pages(group: Group, slot: Slot) -> list[str]:
     """
     layout = group.layout
     size = layout.page_size
-    sure, end = slot.mapped, slot.mapped  # pages below `sure` are mapped, from `end` on unmapped
+    sure, end = slot.mapped, slot.mapped  # mapped below `sure`, unmapped from `end` on
     gone, job = slot.head, slot.job
     if isinstance(job, Slide):
         gone = job.lows[job.slots.index(slot)]
@@ -311,7 +311,7 @@ def _check_entries(group: Group, slot: Slot, start: int) -> list[str]:
 
 
 def check_places(group: Group, slot: Slot) -> list[str]:
-    """Returns a description of every mismatch between a slot's pages and their recorded tiers."""
+    """Returns a description of each mismatch between a slot's pages and their recorded tiers."""
     found, tier_map, name = [], slot.tier_map, f"slot {slot.index}"
     for low, high, tier in tier_map.noted:
         if low < slot.head or high > slot.mapped:

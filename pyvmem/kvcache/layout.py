@@ -71,7 +71,7 @@ class Layout:
         capacity: function from a number of pages per tensor to the longest sequence that fits.
 
     Args:
-        config: gives the shapes.
+        config: configuration of the layers.
         page_size: page size in bytes.
         entries: True if the context has 2 MiB entries for small pages (`Caps.LARGE_ENTRIES`).
 

@@ -174,7 +174,7 @@ class Scratch:
         self._mapper = mapper
         self._align = max(align, 2 << 20)
         self._kept: Reservation | None = None
-        self._full: list[Reservation] = []  # those whose pages could not be unmapped yet
+        self._full: list[Reservation] = []  # reservations whose pages could not be unmapped yet
 
     def take(self, nbytes: int) -> Reservation:
         """Returns at least `nbytes` of unmapped addresses, freed after the call unless recorded.

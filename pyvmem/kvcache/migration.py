@@ -204,7 +204,7 @@ class Mover:
         return [[noted, slot.index, noted.get(slot.index, {}) | blocks]]
 
     def blocks(self, slot: Slot) -> int:
-        """Returns the number of full blocks granted to the slot's request."""
+        """Returns the number of full blocks that the slot's request owns."""
         return slot.granted // self._layout.block
 
     def forget_edits(self, slot: Slot, low: int) -> list[list[Any]]:
@@ -331,7 +331,7 @@ class Mover:
         ops: OpBatch | None = None,
         after: Sequence[Any] = (),
     ) -> None:
-        """Removes a move from the records, together with further edits and, if given, a batch."""
+        """Removes a move from the records in one change with `edits` and, if given, a batch."""
         addresses, slot = move.addresses, move.slot
         edits = [*edits, [move, "addresses", None]]
         if self.moves.get(slot) is move:
@@ -374,7 +374,7 @@ class Mover:
         return move.pages
 
     def pages(self) -> tuple[int, dict[Tier, int]]:
-        """Returns the number of scratch pages per tensor on the device, and off it by tier."""
+        """Returns how many scratch pages per tensor are on the device, and off it, by tier."""
         here = 0
         off_device: dict[Tier, int] = {}
         for move in (*self.moves.values(), *self.cancelled):

@@ -14,7 +14,7 @@ memory is short it is unmapped like the pages of a free slot. No call fails beca
 The length of a run is a power of two:
 
 - a fraction of the request's pages (`KVCacheConfig.growth_fraction`);
-- once an eighth of the mappings is used, at least so long that the remaining mappings can cover
+- once an eighth of the mappings is used, long enough for the remaining mappings to cover at least
   twice the free memory, with a quarter of the limit reserved for forks and for a fragmented pool;
 - at most 2 MiB, and for all requests together at most half of the free memory, or all of it once an
   eighth of the mappings is used.
@@ -219,7 +219,7 @@ class Runs:
         return found * self._layout.num_tensors
 
     def holders(self) -> tuple[int, int]:
-        """Estimates how many mappings running requests have, and how many free slots have."""
+        """Estimates how many mappings running requests and free slots have, respectively."""
         found = [0, 0]
         for slot in self._table:
             found[not slot.active] += min(self._calls[slot.index], slot.mapped)

@@ -125,7 +125,7 @@ class Sharing:
     def map_pieces(
         self, ops: OpBatch, slot: Slot, pieces: list[Held], *, replace: bool = False
     ) -> None:
-        """Adds operations to `ops` that map `pieces` read-only at the same pages of a slot."""
+        """Adds operations to `ops` that map `pieces` read-only at their page numbers in a slot."""
         layout = self.layout
         for handle, low, high, _ in pieces:
             ops.map(

@@ -162,7 +162,7 @@ def swap_in(
 ) -> int | None:
     """Implements `KVCache.swap_in`, in all groups or none.
 
-    `into` is the free reqid to use; None stands for any.
+    `into` is the free reqid to use, or None for any.
     """
     if not isinstance(swapped, SwappedRequest):
         raise TypeError(f"expected a SwappedRequest, not {swapped!r:.80}")

@@ -23,7 +23,7 @@ __all__ = ["Moved", "move", "promote", "tier_of"]
 
 
 class Moved(NamedTuple):
-    """The result of `KVCache.move`: physical pages of `Layout.page_size`, over all tensors.
+    """The result of `KVCache.move`, counted in physical pages over all tensors.
 
     Attributes:
         pages: number of pages that moved or are being moved.
