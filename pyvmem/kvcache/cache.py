@@ -93,11 +93,11 @@ class GroupView(Facet):
             return list(self._tensors)
 
     def k(self, layer: int) -> torch.Tensor:
-        """See `KVCache.k`; `layer`: the index in this group."""
+        """See `KVCache.k`; `layer` is the index in this group."""
         return self._layer(layer, 0)
 
     def v(self, layer: int) -> torch.Tensor:
-        """See `KVCache.v`; `layer`: the index in this group."""
+        """See `KVCache.v`; `layer` is the index in this group."""
         return self._layer(layer, 1)
 
     @property
@@ -865,7 +865,7 @@ class KVCache(MustClose):
 
     @property
     def safe_overread(self) -> bool:
-        """True if unmapped rows read as zeros, even while memory grows concurrently.
+        """True if unmapped rows read as zeros, even while pages are being mapped.
 
         Requires `KVCacheConfig.sparse` and a back end that atomically replaces the zeros with a
         page (`pyvmem.Caps.SPARSE_ATOMIC`), which excludes ``stock``.

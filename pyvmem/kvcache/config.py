@@ -135,7 +135,7 @@ class KVCacheConfig:
         memory_floor: bytes that the other caches in the `Budget` must leave for this cache.
         host_limit: maximum host memory that `KVCache.move` uses, in bytes, for all layers together;
             0: only the machine's limit.
-        peer_limit: the same for the memory of all peer devices together.
+        peer_limit: the same, for the memory of all peer devices together.
         host_prefixes: host memory for evicted prefixes, in bytes, for all layers together; 0: their
             rows are lost. The least recently used prefixes make room for others, and
             `KVCache.alloc_prefix` copies prefixes back. The memory is allocated when needed,

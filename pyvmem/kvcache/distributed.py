@@ -107,7 +107,7 @@ class RanksDiffer(VMemError):
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason a rank rejects calls. Not an exception: its traceback would keep tensors alive.
+    """Why a rank rejects calls. Not an exception, since a traceback would keep tensors alive.
 
     Attributes:
         rank: the failed rank; -1 if the ranks differ.
@@ -121,7 +121,7 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException, where: str) -> Failure:
-        """Creates the record of a rank's own failure."""
+        """Creates a record of this rank's own failure."""
         code = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
         text = f" in {where}: {type(error).__name__}: {error}"
         return cls(rank, code % _ERRNOS if isinstance(code, int) else 0, text)
@@ -159,7 +159,7 @@ class Ranks:
     """A process group that offers a single collective, `maxima`.
 
     Args:
-        group: None: the default group, which must be initialised.
+        group: the process group; None: the default group, which must be initialized.
         device: CUDA ordinal for NCCL's tensors; None: the current device.
     """
 
@@ -221,7 +221,7 @@ _WARM_STEPS = 16  # memory is allocated in this many parts; if one fails, the ea
 
 
 def shard_kv_heads(num_kv_heads: int, world_size: int) -> int:
-    """Returns the number of key/value heads of one rank.
+    """Returns the number of key/value heads on each rank.
 
     As in most engines, the heads are divided evenly. With more ranks than heads, each rank has one
     head, and each head is on ``world_size / num_kv_heads`` ranks.
@@ -349,7 +349,7 @@ class RankManager(Manager):
 
 
 class _Broken(Exception):
-    """Stands in for a failure while a rank is marked as failed in advance."""
+    """Recorded as a rank's error before an operation that must not be interrupted."""
 
 
 _OUT_OF_MAPPINGS = 1  # a status below every status of a `Failure`
@@ -460,7 +460,7 @@ class ParallelKVCache(KVCache):
             raise
 
     def _make(self, config: KVCacheConfig) -> None:
-        """Creates the cache with the memory that every rank has, and frees the rest."""
+        """Creates the cache with as much memory as every rank has, and frees the rest."""
         assert self._own is not None
         self._own.trim(config.memory_limit)
         config = replace(config, max_mappings=0)
@@ -582,7 +582,7 @@ class ParallelKVCache(KVCache):
 
     @contextmanager
     def _learning(self, where: str) -> Iterator[None]:
-        """Poisons the rank if an exception ends the block, as other ranks may act differently."""
+        """Poisons the rank if an exception ends the block, since other ranks may not see it."""
         try:
             yield
         except (VMemError, Reentered):

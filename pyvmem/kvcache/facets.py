@@ -60,8 +60,8 @@ class CacheMemory(Facet):
         Args:
             reqid: a slot in use; None: a request that has no slot yet.
             seq_len: number of tokens that the request must hold.
-            match: if `reqid` is None, a leased match that the request begins with; the match's
-                pages are not counted.
+            match: if `reqid` is None, a leased match that the request will begin with; its pages
+                are not counted.
 
         Raises:
             InvalidArgument: no such reqid, it is free, or a length out of range.

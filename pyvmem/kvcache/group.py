@@ -157,7 +157,7 @@ class Group:
     Not thread-safe: the caller holds the cache's lock.
 
     Attributes:
-        used_tokens: sum of `rows`.
+        used_tokens: number of rows held, summed over slots.
         token_bytes, page_bytes: size in bytes of one token's rows and of one page, over all
             tensors.
         clock: number of completed steps.

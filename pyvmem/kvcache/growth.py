@@ -77,7 +77,7 @@ class Pager:
         runs: chooses run lengths.
         ahead: a request with pages for fewer than `ahead` more rows gets more pages in the
             background.
-        page_bytes: size in bytes of one page in every tensor.
+        page_bytes: total size in bytes of one page in every tensor.
         ops: the batch in which growths of all groups are built.
         array: the C array of the operations in `ops`.
     """
@@ -537,7 +537,7 @@ Needs: TypeAlias = Sequence[tuple[Pager, int]]
 def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) -> bool:
     """The fast path of a step: grows slots by one map operation each, in one batch.
 
-    These are the slots that the last scans found. C plans the growth of each group, then one C call
+    The slots are those that the last scans found. C plans the growth of each group, then one C call
     runs or submits the batch and, on success, writes the records. With `background`, the batch is
     submitted but may not have finished when this returns.
 
@@ -694,7 +694,7 @@ def _begin(parts: Sequence[_Part], after: list[Any], *, background: bool) -> VMe
     """Runs or submits the planned growths of all groups as one batch, and records them.
 
     Returns:
-        None on success. If memory or mappings are short, the error; nothing has changed.
+        None on success; the error, with nothing changed, if memory or mappings are short.
     """
     first = parts[0].pager
     ops, mapper = first.ops, first.mapper

@@ -46,7 +46,7 @@ def _state(slot: Slot) -> str:
 
 
 def snapshot(group: Group) -> list[SlotInfo]:
-    """Returns every slot's state, after recording batches that have finished."""
+    """Returns every slot's state, after recording the results of finished batches."""
     jobs = [slot.job for slot in group.table]
     in_flight = [job is not None and not job.done() for job in jobs]
     group.reclaimer.poll()

@@ -40,7 +40,7 @@ def _round_up(value: int, unit: int) -> int:
 
 
 def _spaced(used: int, page_size: int, entries: bool) -> int:
-    """Returns the distance between slots of `used` bytes.
+    """Returns the distance between slots that use `used` bytes each.
 
     If slots are aligned to 2 MiB, a run of small pages can become one large mapping. They are
     aligned if that costs at most an eighth more address space, or if 2 MiB entries are available

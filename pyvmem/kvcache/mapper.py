@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The only module through which a cache makes its context's mapping calls.
+"""The only module that makes a cache's mapping calls to its context.
 
     mapper.commit(edits, ops, after)    # one C call: runs the batch and, on success, the edits
 

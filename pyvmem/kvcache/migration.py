@@ -53,7 +53,7 @@ class Mover:
 
     Attributes:
         moves: for each slot, the move that has started but not yet replaced the pages.
-        cancelled: cancelled moves whose scratch pages are freed when their copies are complete.
+        cancelled: cancelled moves, whose scratch pages are freed once the copies are complete.
         joined: for each slot index, the first pages of the joined blocks that have not changed
             since, each with the number of blocks that the slot had when the block was joined.
         copied: like `joined`, for blocks that a promotion copied.
@@ -367,7 +367,7 @@ class Mover:
                 move.addresses.leave()
 
     def moving(self, slot: Slot) -> int:
-        """Returns how many of a slot's pages per tensor its move will change."""
+        """Returns how many pages per tensor a slot's move will change."""
         move = self.moves.get(slot)
         if move is None:
             return 0

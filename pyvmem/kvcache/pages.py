@@ -380,7 +380,7 @@ class SharedPages:
         return found
 
     def leaving(self, spans: Sequence[Span]) -> int:
-        """Counts the device pages that only these spans hold.
+        """Counts the device pages that no other spans hold.
 
         Dropping the spans frees these pages.
         """

@@ -705,7 +705,7 @@ class PrefixCache:
         return back if found else None
 
     def _unpin_all(self) -> bool:
-        """Removes all slots' pins. Returns False, changing nothing, if that would free no page."""
+        """Removes every slot's pins. Returns False, changing nothing, if no page would be freed."""
         kept = self.leases.kept()
         for place in range(len(self._groups)):
             if self._kept_pages(place, self.tree) > self._kept_pages(place, kept):

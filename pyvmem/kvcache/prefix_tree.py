@@ -63,7 +63,7 @@ class TokenIds:
             ``array.array``, a one-dimensional numpy array or torch tensor of integers (a GPU tensor
             is copied, which waits for its stream), or a `TokenIds`.
         namespace: whatever the keys and values depend on in addition to the ids, such as an
-            adapter, an image or a tenant. Equal ids in different namespaces are different prefixes.
+            adapter, an image or a tenant. The same ids in another namespace are another prefix.
             None, the default, is also a namespace; but for a `TokenIds`, None keeps its own
             namespace.
 
@@ -464,7 +464,7 @@ class PrefixTree(Generic[S]):
 
         Args:
             tokens: the prefix, from its first token.
-            make: if any units are new, called once with the first of them and the last + 1; returns
+            make: if any units are new, called once with their range, (first, last + 1); returns
                 their span, which the tree then owns.
             found: the result of `match` for the same tokens, if nothing was recorded or evicted
                 since.

@@ -423,7 +423,7 @@ class Reclaimer:
         self.drop_unheld()
 
     def lend(self, span: Span) -> None:
-        """Holds a reference to these pages until the next call of `lend`."""
+        """Holds a reference to these pages until the next call to `lend`."""
         before = self.shared.lent
         self.journal.change([[self.shared, "lent", span]])
         self.shared.hold(span)
@@ -520,7 +520,7 @@ class Reclaimer:
     def raise_errors(self) -> None:
         """Raises the oldest failure of a background batch, if any.
 
-        Its text says how many more batches failed.
+        The message says how many more batches failed.
         """
         if not self.errors:
             return
@@ -625,7 +625,7 @@ class Reclaimer:
         return self.shared.leaving(self._going()) * self.layout.num_tensors
 
     def _going(self) -> list[Span]:
-        """Returns the shared pages that are being or will be unmapped."""
+        """Returns the shared pages that are being unmapped or will be."""
         stale = [slot.span for slot in self.table.stale if not slot.kept]
         return [unmap.span for unmap in self.unmaps] + stale
 

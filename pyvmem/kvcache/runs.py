@@ -47,8 +47,8 @@ _log = logging.getLogger(__name__)
 _RUN_BYTES = 2 << 20  # one GPU page table entry covers this; longer runs save little
 SCARCE_AT = 8  # once 1 / SCARCE_AT of the mappings is used, runs get longer
 _LOOKS = 64  # mappings are recounted after growth by 1 / _LOOKS of the limit
-_JOINS = 512  # most driver calls that a step makes for joining, unless it would otherwise return -1
-_LEAST = 4  # fewest map calls per tensor for which joining pays off
+_JOINS = 512  # maximum driver calls per step for joining, unless it would otherwise return -1
+_LEAST = 4  # minimum number of map calls per tensor for joining to pay off
 
 
 class Runs:
@@ -285,7 +285,7 @@ class Runs:
         )
 
     def _pieces(self, slot: Slot) -> int:
-        """Returns how many runs per tensor joining a slot would leave.
+        """Returns how many runs per tensor would remain after joining a slot.
 
         Runs that were joined earlier are not counted.
         """

@@ -45,7 +45,7 @@ class Sharing:
         self.layout = pager.layout
         self.device = pager.device
         self.config = config
-        self._allowed: dict[Feature, ContextInfo] = {}  # context info at the time of the check
+        self._allowed: dict[Feature, ContextInfo] = {}  # the context's info at the last check
 
     def require(self, feature: Feature, what: str) -> None:
         """Raises NotSupported if the context lacks a feature.

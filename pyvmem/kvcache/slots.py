@@ -193,8 +193,8 @@ class SlotTable:
 
     Attributes:
         lockstep: return values depend only on the sequence of calls (`ParallelKVCache`), never on
-            the progress of background batches. Conditions that would otherwise change a return
-            value, such as a driver out of memory, raise instead.
+            the progress of background batches. A condition that would otherwise change a
+            return value, such as the driver being out of memory, raises instead.
         changes: incremented whenever a slot is allocated or freed.
         retired: True once any slot has been retired.
         columns: the slot records for C code.

@@ -66,8 +66,8 @@ class CacheStats:
         prefix_resumed: hits whose prefix was still completely mapped in the slot.
         prefix_stored_bytes, prefix_loaded_bytes: bytes of prefixes' rows copied to host memory and
             back.
-        prefix_dropped_bytes: bytes of evicted prefixes' rows that other rows replaced in host
-            memory, or that could not be stored there.
+        prefix_dropped_bytes: bytes of evicted prefixes' rows that were replaced by others in host
+            memory or could not be stored there.
         waits: how often a call waited for mapping, filling or reclaiming.
         wait_ns: total time of these waits.
         wait_counts: histogram of the waits: item k counts waits of more than ``2**(k-1)`` and at
@@ -164,7 +164,7 @@ class SlotInfo:
     def and_others(self, others: Sequence[SlotInfo]) -> SlotInfo:
         """Returns the sum over several groups of layers.
 
-        `others` is the slot in the other groups.
+        `others` holds the same slot's records in the other groups.
         """
         if not others:
             return self
@@ -193,7 +193,7 @@ def together(each: Sequence[CacheStats], room: int) -> CacheStats:
 
     The `_SAME` fields are not summed but taken from the first group.
 
-    `room` is the number of pages that the budget has free for the groups.
+    `room` is the number of pages in the budget that are free for the groups.
     """
     first = each[0]
     if len(each) == 1:

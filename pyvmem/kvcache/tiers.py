@@ -170,7 +170,7 @@ def _pages_of(
         return 0, slot.granted if whole else 0
     low = -(-first * layout.row_bytes // layout.page_size)
     high = last * layout.row_bytes // layout.page_size
-    # With `wait`, nothing is written during the move, so the last page can move, too.
+    # With `wait`, nothing is written during the move, so the last page can also move.
     if wait and last == held:
         high = -(-last * layout.row_bytes // layout.page_size)
     high = min(high, slot.granted)

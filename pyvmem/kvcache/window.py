@@ -48,7 +48,7 @@ class Window:
     Args:
         reclaimer: tracks the unmaps.
         mover: tracks the moves in flight.
-        config: configuration with the window.
+        config: the group's configuration, which sets the window.
         unit: tokens per sharing unit; 1 if rows cannot be recorded.
         release: waits until no batch is in flight on a slot's addresses.
         ops: the batch that all groups of the cache build in a step.
