@@ -124,7 +124,7 @@ class HostPrefixes:
     # ---- storing ---------------------------------------------------------------------------------
 
     def store(self, going: Sequence[Going]) -> None:
-        """Copies the rows of as many evicted units to cells as fit.
+        """Copies the rows of evicted units to cells, as many units as fit.
 
         Units that cannot be copied now are lost, since this does not wait for GPU work that may
         still write their pages.
@@ -240,7 +240,7 @@ class HostPrefixes:
     def _take(self, count: int) -> list[int]:
         """Returns up to `count` cells that no key refers to.
 
-        If too few are unused, the least recently used cells lose their rows.
+        If too few are unused and none can be added, the least recently used lose their rows.
         """
         # An interrupted call may have lost track of some cells.
         if len(self._free) + len(self._rows) < len(self._cells):

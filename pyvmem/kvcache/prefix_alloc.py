@@ -169,7 +169,7 @@ def _begin_with(
 
 
 def kept_slots(groups: Sequence[Group], spans: Sequence[Span], length: int) -> list[Slot] | None:
-    """Returns the free kept slot that has the most pages of a prefix mapped, in every group.
+    """Returns each group's record of the free kept slot that has the most prefix pages mapped.
 
     Returns None if no slot has any of the pages mapped.
     """
@@ -193,7 +193,7 @@ def kept_slots(groups: Sequence[Group], spans: Sequence[Span], length: int) -> l
 
 
 def empty_slots(groups: Sequence[Group]) -> list[Slot] | None:
-    """Returns the free slot that will be empty soonest, in every group.
+    """Returns each group's record of the free slot that will be empty soonest.
 
     Returns None if no slot is free, or if emptying it would wait for an earlier owner's GPU work.
     With several ranks the slot is returned anyway, since the progress of that work may differ
