@@ -5,7 +5,7 @@ The modules, each of which imports only from those before it:
 
     config, layout          the model's shape and the policy; offsets in the reservation
     events                  the caller's GPU work
-    journal, mapper         the undo log; every mapping call of the context
+    journal, mapper         the undo log; all mapping calls to the context
     pages, slots, stats     the records: refcounts of pages, slots and batches, counters
     reclaim                 victims, and unmapping in the background
     migration, window       replacing the pages behind addresses; sliding windows
@@ -13,8 +13,8 @@ The modules, each of which imports only from those before it:
     sharing                 pages mapped in several slots
     prefix_tree             a radix tree over token ids
     prefix_cache            recorded prefixes and the leases on them
-    budget                  memory shared by several caches, of one process or of several
-    group                   one group of equal layers, built from all of the above
+    budget                  memory that caches share, in one process or across processes
+    group                   one group of layers of the same shape, built from all of the above
     integrity               statistics and consistency checks
     manager                 a cache's groups and their lock
     requests, mappings      allocating and releasing slots; a report of who holds driver mappings
@@ -26,7 +26,7 @@ The modules, each of which imports only from those before it:
     common_pages            pages mapped in every slot
     waits                   blockers that a call waits for before it takes the lock
     facets                  KVCache's attributes memory, slots and internals
-    cache                   KVCache: the lock and the documentation
+    cache                   KVCache: the documented interface, which takes the lock
     layered_cache           LayeredCache: layers of several shapes
     distributed             the same cache on several ranks
 """

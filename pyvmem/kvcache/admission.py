@@ -83,7 +83,7 @@ def _pages(group: Group, each: list[int], matches: Sequence[PrefixMatch | None])
 def _find_mappings(groups: Sequence[Group], each: list[list[int]]) -> bool:
     """Returns whether the context has enough mappings left for new requests.
 
-    `each` holds, for every group, the requests' page counts.
+    `each` holds the requests' page counts for every group.
     """
     need = sum(group.pager.runs.needed(pages) for group, pages in zip(groups, each, strict=True))
     runs = groups[0].pager.runs
@@ -107,7 +107,7 @@ def _context_has(group: Group, need: int) -> bool:
 
 
 def _reach(groups: Sequence[Group]) -> int:
-    """Returns how many bytes of the groups' budget requests could still get."""
+    """Returns how many bytes requests could still get from the groups' budget."""
     share = groups[0].reclaimer.share
     assert share is not None
     own = groups[0].reclaimer.idle({})  # pages being unmapped, and unowned pages
@@ -128,7 +128,7 @@ def obtainable(groups: Sequence[Group]) -> tuple[int, int]:
 def missing(
     groups: Sequence[Group], reqid: int | None, seq_len: int, match: PrefixMatch | None
 ) -> int:
-    """Implements `CacheMemory.for_request`; returns a number of pages."""
+    """Implements `CacheMemory.for_request`, but returns physical pages instead of bytes."""
     pages, length = 0, _length(groups[0], seq_len)
     for group in groups:
         held, have = 0, 0
@@ -163,7 +163,7 @@ def is_ready(groups: Sequence[Group], reqid: int, seq_len: int) -> bool:
 
 
 def _length(group: Group, seq_len: int) -> int:
-    """Validates a number of tokens; raises InvalidArgument if a slot cannot hold as many."""
+    """Validates a number of tokens; raises InvalidArgument if a slot cannot hold that many."""
     length, longest = operator.index(seq_len), group.config.max_seq_len
     if not 0 <= length <= longest:
         raise invalid(f"seq_len {length} is not between 0 and {longest}", limit=longest)

@@ -80,7 +80,7 @@ class FairLock(RLock):  # type: ignore[misc]  # final only for type checkers
         taken: list[bool] = []
         try:
             if self._is_owned():  # type: ignore[attr-defined]
-                # One C call takes the lock and records it, so no signal's exception can come in
+                # One C call takes the lock and records it, so no signal handler can raise in
                 # between.
                 taken.extend(map(self.acquire, (True,)))
             else:
@@ -106,7 +106,7 @@ class ShareInfo:
 
     Attributes:
         floor_bytes: memory reserved for the cache (`KVCacheConfig.memory_floor`).
-        ceiling_bytes: most memory that the cache may use (`KVCacheConfig.memory_limit`).
+        ceiling_bytes: maximum memory that the cache may use (`KVCacheConfig.memory_limit`).
         used_bytes: size of the cache's physical pages.
     """
 
@@ -123,7 +123,7 @@ class BudgetStats:
         total_bytes: size of the budget.
         used_bytes: size of its caches' physical pages.
         free_bytes: memory that is neither used by a cache nor reserved by a floor.
-        caches: one entry per cache, in the order of creation.
+        caches: one entry per cache, in order of creation.
     """
 
     total_bytes: int
@@ -133,7 +133,7 @@ class BudgetStats:
 
 
 class Budget(Closable):
-    """Memory of one context for several caches: ``KVCache(config, budget=budget)``.
+    """One context's memory, shared by several caches: ``KVCache(config, budget=budget)``.
 
     A cache may use memory up to its ceiling (`KVCacheConfig.memory_limit`) as long as the other
     caches' floors (`KVCacheConfig.memory_floor`) stay free for them. If that is not enough, unowned
@@ -153,7 +153,7 @@ class Budget(Closable):
 
     Args:
         context: the context that all its caches use; must outlive them.
-        total_bytes: physical memory for all caches together; 0: 0.9 of the GPU's currently free
+        total_bytes: physical memory for all caches together; 0: 90% of the GPU's currently free
             memory, or all available memory on the host.
         ledger: the ledger of the context's device, owned by the budget from now on; it may be
             closed if this raises. None: memory is not shared with other processes.
@@ -225,7 +225,10 @@ class Budget(Closable):
 
     @property
     def least_bytes(self) -> int:
-        """Size of one page in every tensor of every cache; with less, a request may never run."""
+        """Total size of one page in every tensor of every cache.
+
+        With less memory, a request may never run.
+        """
         return max(self.context.info.granule, sum(share._column for share in self._shares))
 
     def close(self) -> None:
@@ -360,7 +363,7 @@ class Budget(Closable):
             ledger = self._ledger
             if ledger is None:
                 return False
-            if not self.context.is_open:  # the caches' pages were freed with it
+            if not self.context.is_open:  # closing it freed the caches' pages
                 ledger.close()
                 return False
             self._poll()
@@ -373,7 +376,7 @@ class Budget(Closable):
             return True
 
     def _give_back(self, ledger: OnLedger, nbytes: int) -> None:
-        """Returns free memory to the ledger and starts unmapping the remainder of `nbytes`."""
+        """Returns free memory to the ledger; starts unmapping pages for the rest of `nbytes`."""
         self._reclaim(nbytes - (ledger.granted - self._reserved()))
         ledger.give(min(nbytes, ledger.granted - self._reserved()))
         self.context.trim(0)
@@ -445,7 +448,7 @@ class Share:
         return 0 if self.budget._ledger is None else self.budget._ledger.hint
 
     def take(self, nbytes: int) -> None:
-        """Asks the ledger for up to `nbytes` more."""
+        """Asks the ledger for up to `nbytes` more bytes."""
         if self.budget._ledger is not None:
             self.budget._ledger.take(nbytes)
 
@@ -459,11 +462,11 @@ class Share:
             self.budget._ledger.ask(nbytes - self._inside())
 
     def engines(self) -> list[tuple[str, int]]:
-        """Returns every other engine that holds driver mappings, with the number that it holds."""
+        """Returns the other engines that hold driver mappings, with the number that each holds."""
         return [] if self.budget._ledger is None else self.budget._ledger.others()
 
     def within_reach(self) -> int:
-        """Returns what `room` would return if the other caches and the ledger gave all they can."""
+        """Returns what `room` would be if other caches and the ledger gave all they can."""
         ledger = self.budget._ledger
         return self._inside() + (0 if ledger is None else ledger.beyond())
 
@@ -476,7 +479,7 @@ class Share:
         return [one.reclaimer for one in self._rest()]
 
     def returning(self) -> int:
-        """Returns the number of bytes that the other caches are unmapping, above their floors."""
+        """Returns how many bytes above their floors the other caches are unmapping."""
         return sum(one._returning() for one in self._rest())
 
     def finish_idle(self) -> None:
@@ -576,11 +579,11 @@ class Share:
 
     @property
     def _column(self) -> int:
-        """Size of one page in every tensor. Slots and prefixes free memory in multiples of it."""
+        """Total size of a page in every tensor. Slots and prefixes free multiples of it."""
         return self.layout.page_size * self.layout.num_tensors
 
     def _excess(self) -> int:
-        """Returns how much the cache uses above its floor, not counting bytes being unmapped."""
+        """Returns how many bytes above its floor the cache uses, except those being unmapped."""
         returning = self.reclaimer.returning * self.layout.page_size
         return max(0, self.used - returning - self.floor)
 
@@ -634,7 +637,7 @@ class OnLedger(Participant):
         return self.hint
 
     def take(self, nbytes: int) -> None:
-        """Takes `nbytes` plus the headroom from the ledger, or what is available if less."""
+        """Takes `nbytes` plus the headroom from the ledger, or as much of it as is available."""
         if nbytes <= 0:
             return
         free = free_bytes(self._context)
@@ -653,7 +656,7 @@ class OnLedger(Participant):
             self._asked = nbytes > 0
 
     def others(self) -> list[tuple[str, int]]:
-        """Returns every other engine that holds driver mappings, with the number that it holds."""
+        """Returns the other engines that hold driver mappings, with the number that each holds."""
         account = self.account
         mine = account.ledger.word(account.slot, "identity")
         return [
@@ -684,7 +687,7 @@ class OnLedger(Participant):
 def available_bytes(context: Context) -> int:
     """Returns a cache's default size in bytes.
 
-    This is the free memory of the context's pool plus 0.9 of the GPU's free memory or, on the host,
+    This is the free memory of the context's pool plus 90% of the GPU's free memory or, on the host,
     all of the free memory.
     """
     free = context.memory().free_bytes

@@ -61,7 +61,7 @@ __all__ = ["GroupView", "KVCache"]
 
 
 class GroupView(Facet):
-    """One group of a cache's layers, all of the same shape: tensors, addresses and reports.
+    """One group of layers that have the same shape: its tensors, addresses and reports.
 
     Requests span all groups of the cache. Raises BadHandle once the cache is closed.
 
@@ -93,11 +93,11 @@ class GroupView(Facet):
             return list(self._tensors)
 
     def k(self, layer: int) -> torch.Tensor:
-        """See `KVCache.k`; `layer`: the index in this group."""
+        """See `KVCache.k`; `layer` is the index in this group."""
         return self._layer(layer, 0)
 
     def v(self, layer: int) -> torch.Tensor:
-        """See `KVCache.v`; `layer`: the index in this group."""
+        """See `KVCache.v`; `layer` is the index in this group."""
         return self._layer(layer, 1)
 
     @property
@@ -162,7 +162,7 @@ class GroupView(Facet):
 
 
 class KVCache(MustClose):
-    """Keys and values of many requests, contiguous in virtual memory, mapped as they grow.
+    """The keys and values of requests, contiguous in virtual memory and mapped as they grow.
 
     Every request has a slot (its reqid) in every tensor. `step` takes the number of tokens that
     each slot must hold and maps the missing pages; 0 means that a request is not part of this step.
@@ -207,10 +207,10 @@ class KVCache(MustClose):
     """Memory: how much calls need, how much is available, and the limit."""
 
     slots: CacheSlots
-    """Calls for programs that choose slots themselves, or keep records of them."""
+    """Calls for programs that choose slots themselves or keep their own records of slots."""
 
     internals: Internals
-    """The cache's lock, its journal and registration of users, for code built on the cache."""
+    """The cache's lock, journal and set of users, for code built on the cache."""
 
     context: Context
     """The context that the pages belong to."""
@@ -518,8 +518,8 @@ class KVCache(MustClose):
         Returns:
             The number of leading tokens that are recorded now; 0 if layers have a state
             (`KVCacheConfig.state`), which a recorded prefix cannot restore. If layers have a
-            window, only tokens whose window is still mapped count: all, or fewer if the rows before
-            the end have left the window; then nothing new is recorded.
+            window, only tokens whose window is still mapped count. If rows before the end have left
+            the window, these are fewer than all, and nothing new is recorded.
 
         Raises:
             InvalidArgument: bad tokens or namespace, or a free reqid.
@@ -595,7 +595,7 @@ class KVCache(MustClose):
         call `free_reqid`.)
 
         Args:
-            reqid: the request; free afterwards.
+            reqid: the request; the call frees it.
             stream: as in `free_reqid`.
 
         Raises:
@@ -639,8 +639,8 @@ class KVCache(MustClose):
         Counts free slots, mappings that the context may still make, and all memory that is free or
         reclaimable. That includes recorded prefixes that no request uses and no match leases, and
         pages that batches in flight will free, without waiting for them. Memory that the context
-        would have to allocate from its device counts only as far as it is free on the device now
-        (`Context.memory`); another process may take it first.
+        would have to allocate from its device counts only to the extent that it is free there
+        now (`Context.memory`); another process may take it first.
 
         Args:
             seq_lens: tokens of each request, including its prefix.
@@ -762,16 +762,16 @@ class KVCache(MustClose):
             reqid: the request. The work that writes its rows must have been launched.
             location: "device", "host" or "peer", or a `pyvmem.Location`.
             device: device of a peer: a CUDA ordinal, torch or cuda.core device.
-            tokens: a range, or a pair (first, last + 1); only pages without other rows move. None:
-                all tokens of the request.
+            tokens: a range, or a pair (first, last + 1); only pages that hold no other rows move.
+                None: all tokens of the request.
             stream: the stream (or event) of the last work on the request; waited for.
             wait: if False, full pages are copied in the background, after the work on `stream` so
                 far, and the first `step` after that replaces them, as in `promote`; their rows must
                 not be written until then.
 
         Returns:
-            The number of pages moved or being moved, and of pages not moved because they are
-            shared.
+            The number of pages that moved or are being moved, and the number that did not move
+            because they are shared.
 
         Raises:
             InvalidArgument: no such reqid, or it is free; a token beyond its rows; an unknown
@@ -799,7 +799,7 @@ class KVCache(MustClose):
 
     @property
     def lockstep(self) -> bool:
-        """True if return values must be the same on several ranks (`ParallelKVCache`)."""
+        """True if calls must return the same on every rank (`ParallelKVCache`)."""
         return self._groups[0].table.lockstep
 
     def seq_len(self, reqid: int) -> int:
@@ -814,9 +814,9 @@ class KVCache(MustClose):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The K and V tensors of every `group_size` layers, alternating.
+        """The tensors: K, then V, for every `group_size` layers.
 
-        With `tensors_per_layer` 1, there is a single tensor instead of the two.
+        With `tensors_per_layer` 1, there is one tensor instead of the two.
 
         Every tensor is ``[max_batch, max_seq_len, group_size, num_kv_heads, head_dim]``. Only
         mapped rows may be touched. A live tensor keeps the cache from closing. A `LayeredCache`
@@ -839,7 +839,7 @@ class KVCache(MustClose):
     def layer_views(self) -> list[tuple[GroupView, GroupView | None] | None]:
         """Returns, for each layer, the groups whose tensors hold its keys and values.
 
-        None for a layer without either; a layer with an MLA latent has None in place of the values.
+        The item is None for a layer that has neither; an MLA layer has None in place of values.
         """
         view = self.caches[0]
         values = view if view.config.tensors_per_layer == 2 else None
@@ -865,7 +865,7 @@ class KVCache(MustClose):
 
     @property
     def safe_overread(self) -> bool:
-        """True if unmapped rows read as zeros, even while memory grows concurrently.
+        """True if unmapped rows read as zeros, even while pages are being mapped.
 
         Requires `KVCacheConfig.sparse` and a back end that atomically replaces the zeros with a
         page (`pyvmem.Caps.SPARSE_ATOMIC`), which excludes ``stock``.
@@ -886,7 +886,7 @@ class KVCache(MustClose):
     def snapshot(self) -> list[SlotInfo]:
         """Returns the current pages of every slot, summed over groups of layers."""
         with self._lock, self._journal:
-            # `call_part`, since a subclass's `snapshot` may call back into the cache
+            # A subclass's `snapshot` may call back into the cache, which `call_part` allows.
             each = [call_part(view.snapshot) for view in self.caches]
         return [slots[0].and_others(slots[1:]) for slots in zip(*each, strict=True)]
 

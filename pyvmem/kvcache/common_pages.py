@@ -30,7 +30,7 @@ class CommonPages:
     vAttention's artifact maps such pages writable in every slot, only to show that several requests
     can have the same page. Here a write faults, except through slot 0.
 
-    `renew` ends a slot's request; the slot then has the common pages again.
+    `renew` ends a slot's request and leaves only the common pages in the slot.
 
     Attributes:
         pages: number of common pages per tensor.
@@ -105,7 +105,7 @@ class CommonPages:
         with owner.lock, owner.journal:
             groups = (group,) = owner.open()
             slot = group.slot(reqid, taken=False)
-            group.reclaimer.lend(self._span)  # keeps the pages if only the slot refers to them
+            group.reclaimer.lend(self._span)  # in case only this slot holds the pages
             if slot.active:
                 free(groups, reqid, None, None, None)
             group.sharing.empty([slot])

@@ -93,11 +93,11 @@ class KVCacheConfig:
         group_size: number of layers that share one K and one V tensor, a divisor of `num_layers`.
             1: each layer has its own tensors; `num_layers`: vAttention's megacache. A row of a
             tensor is ``group_size * num_kv_heads * head_dim`` elements. If layers share a tensor in
-            a cache of more than 8 GiB, decode attention over page table entries of 64 KB takes 1.1
-            to 9.4 times as long (benchmarks/kernels, on a full card); over whole blocks of 2 MiB it
-            does not, if the context has `pyvmem.Caps.LARGE_ENTRIES`. `pyvmem.layouts.advise` takes
-            this into account.
-        memory_limit: maximum physical memory of the cache, in bytes, rounded down to pages. 0: 0.9
+            a cache of more than 8 GiB, decode attention with 64 KB page table entries takes 1.1 to
+            9.4 times as long (benchmarks/kernels, on a full card). Attention over whole 2 MiB
+            blocks does not, if the context has `pyvmem.Caps.LARGE_ENTRIES`. `pyvmem.layouts.advise`
+            takes this into account.
+        memory_limit: maximum physical memory of the cache, in bytes, rounded down to pages. 0: 90%
             of the GPU's free memory at creation (on the host, all available memory), but no more
             than the `mem_limit` of a context passed in.
         tensors_per_layer: 2: keys and values; 1: a single tensor, such as MLA's latent (one head
@@ -108,8 +108,8 @@ class KVCacheConfig:
             launched on the step's stream. The window that ends with a request's last full sharing
             unit (`KVCache.sharing_unit`) stays mapped as well, so that its rows can be recorded as
             a prefix.
-        window_tile: number of rows before the window that stay mapped. Must cover what a kernel
-            reads there, since it reads whole tiles, and the tokens that an engine may truncate.
+        window_tile: number of rows before the window that stay mapped. Must cover the rows
+            that a kernel reads there (it reads whole tiles) and those that an engine may truncate.
             `step` does not join (`KVCache.promote`) the pages of the last `window_tile` rows.
         state: the layers keep one row per request instead of one per token. The row is mapped from
             the first token on, and every token updates it. For linear attention, state-space models
@@ -132,10 +132,10 @@ class KVCacheConfig:
             max_seq_len * stride(1)``); a slot's size must then be a multiple of the page size.
             Otherwise slots are aligned to 2 MiB if that costs little address space, so that a run
             of small pages can become one large mapping.
-        memory_floor: bytes that the other caches of its `Budget` must leave for it.
+        memory_floor: bytes that the other caches in the `Budget` must leave for this cache.
         host_limit: maximum host memory that `KVCache.move` uses, in bytes, for all layers together;
             0: only the machine's limit.
-        peer_limit: the same for the memory of all peer devices together.
+        peer_limit: the same, for the memory of all peer devices together.
         host_prefixes: host memory for evicted prefixes, in bytes, for all layers together; 0: their
             rows are lost. The least recently used prefixes make room for others, and
             `KVCache.alloc_prefix` copies prefixes back. The memory is allocated when needed,
@@ -148,8 +148,8 @@ class KVCacheConfig:
         deferred_reclaim: a freed slot keeps its pages for the next request; otherwise they are
             unmapped in the background as soon as the slot's last GPU work is complete.
         keep_mapped: prefixes that `KVCache.free_reqid` records stay mapped in the freed slot,
-            read-only, until evicted or slots become scarce: the next turn of a conversation gets
-            that slot without a driver call.
+            read-only, until they are evicted or slots become scarce: the next turn of a
+            conversation gets that slot without a driver call.
         reclaim_steps: unmap the pages of slots that have been free for this many steps; 0: pages
             are never unmapped because of their age.
         eager_pages: keep one free slot with this many pages per tensor mapped, prepared in the
@@ -278,7 +278,7 @@ class KVCacheConfig:
 
     @property
     def row_bytes(self) -> int:
-        """Size of a token's row in one tensor in bytes, for all layers that share the tensor."""
+        """Size in bytes of a token's row in one tensor, over all layers that share the tensor."""
         return self.group_size * self.num_kv_heads * self.head_dim * self.itemsize
 
     @classmethod
@@ -307,7 +307,7 @@ _OF_THE_LAYERS = (
 
 
 def policy_of(options: Mapping[str, Any], given: Collection[str] = ()) -> KVCacheConfig:
-    """Checks a policy and returns a configuration that holds only it, for layers given later.
+    """Checks a policy and returns a configuration that holds it, with placeholder layers.
 
     Args:
         options: fields of `KVCacheConfig`.

@@ -107,7 +107,7 @@ class RanksDiffer(VMemError):
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason a rank rejects calls. Not an exception: its traceback would keep tensors alive.
+    """Why a rank rejects calls. Not an exception, since a traceback would keep tensors alive.
 
     Attributes:
         rank: the failed rank; -1 if the ranks differ.
@@ -121,7 +121,7 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException, where: str) -> Failure:
-        """Creates the record of a rank's own failure."""
+        """Creates a record of this rank's own failure."""
         code = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
         text = f" in {where}: {type(error).__name__}: {error}"
         return cls(rank, code % _ERRNOS if isinstance(code, int) else 0, text)
@@ -159,7 +159,7 @@ class Ranks:
     """A process group that offers a single collective, `maxima`.
 
     Args:
-        group: None: the default group, which must be initialised.
+        group: the process group; None: the default group, which must be initialized.
         device: CUDA ordinal for NCCL's tensors; None: the current device.
     """
 
@@ -221,7 +221,7 @@ _WARM_STEPS = 16  # memory is allocated in this many parts; if one fails, the ea
 
 
 def shard_kv_heads(num_kv_heads: int, world_size: int) -> int:
-    """Returns the number of key/value heads of one rank.
+    """Returns the number of key/value heads on each rank.
 
     As in most engines, the heads are divided evenly. With more ranks than heads, each rank has one
     head, and each head is on ``world_size / num_kv_heads`` ranks.
@@ -243,7 +243,7 @@ def shard_kv_heads(num_kv_heads: int, world_size: int) -> int:
 
 
 def rank_config(model: Any, world_size: int, **overrides: Any) -> KVCacheConfig:
-    """Returns what `KVCacheConfig.from_hf` does, for one of `world_size` tensor-parallel ranks.
+    """Like `KVCacheConfig.from_hf`, but for one of `world_size` tensor-parallel ranks.
 
     Args:
         model: a transformers configuration.
@@ -291,7 +291,7 @@ def agree_on_pages(
     """Returns the minimum number of pages over the ranks. A collective.
 
     Raises:
-        RankFailed: a rank had a failure.
+        RankFailed: a rank failed.
         InvalidArgument: configurations or page sizes differ.
     """
     shape = zlib.crc32(repr(asdict(replace(config, memory_limit=0))).encode())
@@ -349,7 +349,7 @@ class RankManager(Manager):
 
 
 class _Broken(Exception):
-    """Stands in for a failure while a rank is marked as failed in advance."""
+    """Recorded as a rank's error before an operation that must not be interrupted."""
 
 
 _OUT_OF_MAPPINGS = 1  # a status below every status of a `Failure`
@@ -377,12 +377,13 @@ class ParallelKVCache(KVCache):
     """A `KVCache` on every rank of a group.
 
     Every rank must make the same calls in the same order. Construction, `check_step`, `together`
-    and `recover` are collectives; nothing else communicates. The results of calls belong to a rank:
-    a `SwappedRequest`, for example, must be swapped in on every rank, or closed on every rank.
+    and `recover` are collectives; nothing else communicates. An object that a call returns belongs
+    to its rank: a `SwappedRequest`, for example, must be swapped in on every rank or closed on
+    every rank.
 
-    An argument is rejected on every rank, before anything changes; this does not poison the rank,
-    and rejections are compared like results. Every other exception *poisons* the rank: from then on
-    every call raises it, until `recover`, and the other ranks learn of it in `check_step`.
+    An invalid argument is rejected on every rank, before anything changes; this does not poison the
+    rank, and rejections are compared like results. Every other exception *poisons* the rank: from
+    then on every call raises it, until `recover`, and the other ranks learn of it in `check_step`.
 
     Only a shortage of mappings depends on the physical placement of a rank's pages. If a `step`
     runs out of mappings on a rank, it raises TooManyMappings there; the rank must still call
@@ -390,7 +391,7 @@ class ParallelKVCache(KVCache):
 
     Args:
         config: the same on every rank, except for `memory_limit`. `num_kv_heads` is per rank
-            (`rank_config`). A `memory_limit` of 0 means 0.9 of the device's free memory. The memory
+            (`rank_config`). A `memory_limit` of 0 means 90% of the device's free memory. The memory
             is allocated on construction and kept until `close`.
         group: the ranks' torch.distributed group; None: the default group.
         backend: back end of the context that the cache opens and owns.
@@ -459,7 +460,7 @@ class ParallelKVCache(KVCache):
             raise
 
     def _make(self, config: KVCacheConfig) -> None:
-        """Creates the cache with the memory that every rank has, and frees the rest."""
+        """Creates the cache with as much memory as every rank has, and frees the rest."""
         assert self._own is not None
         self._own.trim(config.memory_limit)
         config = replace(config, max_mappings=0)
@@ -481,7 +482,7 @@ class ParallelKVCache(KVCache):
         *,
         settles: bool = True,
     ) -> _T:
-        """Makes a call and adds its result or failure to the digest, with its tokens `ids`.
+        """Makes a call and adds its result or failure, and its tokens `ids`, to the digest.
 
         With `settles`, the growth of a `step_async` is completed first. Pages promised by a growth
         in flight have no owner yet, so whether memory is short would depend on the growth's
@@ -535,8 +536,7 @@ class ParallelKVCache(KVCache):
         return result
 
     def _note(self, name: str, answer: Any) -> None:
-        """Adds a call to the digest: its name, its result, and the rows requested or left
-        behind."""
+        """Adds a call's name and result, and the rows requested or left behind, to the digest."""
         group = self._manager.groups[0]
         rows = group.pager.columns.needs if name in ("step", "step_async") else group.rows
         self._digest = zlib.crc32(rows, zlib.crc32(f"{name} {answer}".encode(), self._digest))
@@ -582,7 +582,7 @@ class ParallelKVCache(KVCache):
 
     @contextmanager
     def _learning(self, where: str) -> Iterator[None]:
-        """Poisons the rank if an exception ends the block, as other ranks may act differently."""
+        """Poisons the rank if an exception ends the block, since other ranks may not see it."""
         try:
             yield
         except (VMemError, Reentered):
@@ -687,17 +687,17 @@ class ParallelKVCache(KVCache):
         self._compare("free_reqid", call, ids, settles=ids is not None)
 
     def step(self, seq_lens: Sequence[int], stream: Any = None) -> int:
-        """Like `KVCache.step`; returns the same on every rank.
+        """Like `KVCache.step`, with the same result on every rank.
 
-        It completes all growth that a `step_async` started, even for requests with 0 in this step.
-        It waits for the map calls and makes `stream` (or the CPU, without a stream) wait for the
-        zero-fills, which follow the GPU work of the slots' earlier owners.
+        It completes all growth that a `step_async` started, even for requests whose number in this
+        step is 0. It waits for the map calls and makes `stream` (or the CPU, without a stream) wait
+        for the zero-fills, which follow the GPU work of the slots' earlier owners.
         `KVCacheConfig.ahead_tokens` has no effect.
 
         Raises:
             TooManyMappings: this rank is out of mappings. Call `check_step`, where the other ranks
                 wait and every rank undoes the step. With a sliding window this is a failure.
-            VMemError: this rank failed. Call `check_step` here, too.
+            VMemError: this rank failed. Call `check_step` on this rank as well.
         """
 
         def call() -> int:
@@ -709,7 +709,7 @@ class ParallelKVCache(KVCache):
         return self._section("step", call)
 
     def agreed_step(self, seq_lens: Sequence[int], stream: Any = None) -> int:
-        """Runs `step` and `check_step`; returns the same on every rank. A collective.
+        """Runs `step` and `check_step`, with the same result on every rank. A collective.
 
         Also returns -1 if only some ranks are out of mappings. No other call can come between the
         two calls.
@@ -831,7 +831,7 @@ class ParallelKVCache(KVCache):
     ) -> int:
         """Unmaps all unowned pages, like `KVCache.trim`; returns 0.
 
-        The context keeps the memory, since the ranks have agreed on its size; so `compact` has no
+        The context keeps the memory, since the ranks have agreed on its size. So `compact` has no
         effect.
         """
         check(stream)

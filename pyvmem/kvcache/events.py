@@ -97,7 +97,7 @@ class PriorWork:
     over: bool
 
     def __new__(cls, stream: Any, device: int | None) -> Self:
-        """Returns `stream` itself if it is a `PriorWork`, or else a new object.
+        """Returns `stream` itself if it is a `PriorWork`; otherwise, a new object.
 
         This way, nested calls share one object.
         """
@@ -156,7 +156,7 @@ def is_over(event: Any) -> bool:
         poll = select.poll()
         poll.register(work_of(event, "event").handle, select.POLLIN)
         return bool(poll.poll(0))
-    query = getattr(event, "query", None)  # only torch's events have it; cuda.core's do not
+    query = getattr(event, "query", None)  # torch's events have this method; cuda.core's do not
     return bool(relaxed(lambda: event.is_done) if query is None else relaxed(query))
 
 
@@ -177,7 +177,7 @@ def wait_for(event: Any) -> None:
 
 
 def order_after(event: Any, stream: Any, device: int | None) -> None:
-    """Makes `stream`, but no other stream, wait for the event before its next work.
+    """Makes `stream`, and no other stream, wait for the event before it runs further work.
 
     Only a stream can be made to wait, and only for CUDA events. If `stream` is an event, if `event`
     is an `FdEvent`, or on the host (`device` None), the CPU waits instead.
@@ -189,7 +189,7 @@ def order_after(event: Any, stream: Any, device: int | None) -> None:
     if device is None or not work.is_stream or isinstance(event, FdEvent):
         wait_for(event)
         return
-    handle = getattr(event, "cuda_event", None)  # only torch's events have it
+    handle = getattr(event, "cuda_event", None)  # only torch's events have this attribute
     if handle is None:
         refuse_captured(stream, device)
         core_stream(work, device).wait(event)

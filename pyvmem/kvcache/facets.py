@@ -55,13 +55,13 @@ class CacheMemory(Facet):
             return admission.free_pages(self._open())
 
     def for_request(self, reqid: int | None, seq_len: int, match: PrefixMatch | None = None) -> int:
-        """Returns the bytes, over all tensors, that a request still needs to hold `seq_len` tokens.
+        """Returns how many more bytes, over all tensors, a request needs to hold `seq_len` tokens.
 
         Args:
             reqid: a slot in use; None: a request that has no slot yet.
             seq_len: number of tokens that the request must hold.
-            match: if `reqid` is None, a leased match that the request begins with; the match's
-                pages are not counted.
+            match: if `reqid` is None, a leased match that the request will begin with; its pages
+                are not counted.
 
         Raises:
             InvalidArgument: no such reqid, it is free, or a length out of range.
@@ -144,7 +144,7 @@ class CacheMemory(Facet):
 
 
 class CacheSlots(Facet):
-    """`KVCache.slots`: for programs that choose slots themselves, or keep records of them."""
+    """`KVCache.slots`: for programs that choose slots or keep their own records of slots."""
 
     def claim(self, reqid: int) -> None:
         """Allocates a particular free slot.
@@ -175,7 +175,7 @@ class CacheSlots(Facet):
             return groups[0].table.free_count
 
     def owner(self, reqid: int) -> int | None:
-        """Returns the number of a slot's current owner, unique for this slot; None if it is free.
+        """Returns a slot's owner number, which changes with every owner; None if the slot is free.
 
         `owner`, `owners` and `seq_len` are for callers that keep their own records of requests:
         they only read numbers, so they work even while the `journal` recovers an interrupted call.
@@ -185,7 +185,7 @@ class CacheSlots(Facet):
         return self.owners([reqid])[0]
 
     def owners(self, reqids: Sequence[int]) -> list[int | None]:
-        """Returns the `owner` of each of these slots."""
+        """Returns each slot's `owner`."""
         group = self._groups[0]
         slots, reqids = group.table.slots, list(map(operator.index, reqids))
         if reqids and not 0 <= min(reqids) <= max(reqids) < len(slots):

@@ -121,7 +121,7 @@ def open_context(configs: Sequence[KVCacheConfig], backend: str, **options: Any)
 
 
 def pool_low(config: KVCacheConfig) -> int:
-    """Returns how many bytes an owned context's worker keeps free in the pool.
+    """Returns how many bytes the worker of an owned context keeps free in the pool.
 
     Free bytes in the pool save driver calls. The result is one page per tensor for an eighth of the
     slots, but at most 256 MiB and at most a sixteenth of the memory limit, since the memory is idle
@@ -157,7 +157,7 @@ class Group:
     Not thread-safe: the caller holds the cache's lock.
 
     Attributes:
-        used_tokens: sum of `rows`.
+        used_tokens: number of rows held, summed over slots.
         token_bytes, page_bytes: size in bytes of one token's rows and of one page, over all
             tensors.
         clock: number of completed steps.
@@ -396,7 +396,7 @@ class Group:
     def first_rows(self, reqids: Sequence[int]) -> list[int]:
         """See `CacheSlots.first_rows`."""
         size, row = self.layout.page_size, self.layout.row_bytes
-        # A head beyond the granted pages was an earlier owner's; that owner's pages are unmapped
+        # A head beyond the granted pages belonged to an earlier owner, whose pages are unmapped
         # before this owner gets its first row.
         heads = [slot.head if slot.head <= slot.granted else 0 for slot in self._slots(reqids)]
         return [-(-head * size // row) for head in heads]
@@ -504,8 +504,8 @@ class Group:
         """Keeps a freed slot's shared pages mapped, read-only, for a later request.
 
         That request must begin with the rows that these pages hold. Does nothing if there are
-        several ranks, whose timing differs; if `deferred_reclaim` or `keep_mapped` is off; if the
-        slot is stale for another reason; or if more than half of the mappings are used.
+        several ranks, since their timing differs; if `deferred_reclaim` or `keep_mapped` is off; if
+        the slot is stale for another reason; or if more than half of the mappings are used.
 
         Args:
             slot: a slot freed in this call, whose shared pages are recorded.
@@ -595,7 +595,7 @@ def prepare(groups: Sequence[Group]) -> None:
     for group in groups:
         table, reclaimer, pages = group.table, group.reclaimer, group._eager_pages
         group.unprepared = True  # in case an exception interrupts this call
-        # Slots with kept prefixes are stale, too.
+        # Slots with kept prefixes are also stale.
         stale = table.columns.count(Kind.STALE, Kind.ROWS_LOST)
         few = stale and table.free_count < group._newcomers + stale
         waits = bool(few) and not reclaimer.spare_slots(group._newcomers)
@@ -636,7 +636,7 @@ class Loan(NamedTuple):
 
 
 def free_on_abort(taken: Sequence[tuple[Group, Slot, int]]) -> None:
-    """Makes the journal free the slots that this call is about to allocate, if it fails.
+    """Makes the journal free the slots that the current call will allocate if the call fails.
 
     Waits for the slots' batches. `taken` lists the slots and their owner numbers before the call.
     """

@@ -70,14 +70,14 @@ class Pager:
     Attributes:
         columns: the slot records for C code, including how many rows each slot holds and has pages
             for.
-        capacity: per slot, the number of rows that fit in the granted pages; 0 for free slots.
-        growths: batches in flight, or finished but not yet completed by `settle`.
-        granted_pages: pages per tensor granted to requests, summed over slots. Counts a shared page
-            once per slot, and also pages that left a window.
+        capacity: for each slot, the number of rows that fit in its granted pages; 0 if free.
+        growths: growths that are in flight, or finished but not yet completed by `settle`.
+        granted_pages: pages per tensor granted to requests, summed over slots. A shared page
+            counts once per slot; pages that left a window also count.
         runs: chooses run lengths.
         ahead: a request with pages for fewer than `ahead` more rows gets more pages in the
             background.
-        page_bytes: size in bytes of one page in every tensor.
+        page_bytes: total size in bytes of one page in every tensor.
         ops: the batch in which growths of all groups are built.
         array: the C array of the operations in `ops`.
     """
@@ -165,7 +165,7 @@ class Pager:
         return [(slots[index], pages_for(needs[index])) for index in short]
 
     def _bad_length(self, index: int, length: int) -> InvalidArgument:
-        """Returns the error for a length that no slot can hold or that is given for a free slot."""
+        """Returns the error for a length that is out of range or was given for a free slot."""
         longest = self.layout.max_rows
         if 0 <= length <= longest:
             return invalid(
@@ -289,7 +289,7 @@ class Pager:
         Args:
             stream: the stream that will use the pages.
             on_cpu: wait on the CPU for fills and for earlier owners' work, regardless of `stream`.
-            lens: lengths of all slots; growths that no slot needs to reach its length are skipped.
+            lens: lengths of all slots; skips growths that no slot needs to reach its length.
 
         Raises:
             VMemError: the first failure. Failed growths were undone; the other growths' pages are
@@ -378,7 +378,7 @@ class Pager:
         return isinstance(job, Growth) and not all(map(is_over, job.handover))
 
     def finish_idle(self) -> None:
-        """Waits for growths that no owner is waiting for, so that their pages can be reclaimed."""
+        """Waits for growths that no owner is waiting for, so that these pages can be reclaimed."""
         for job in [job for job in self.growths if job.deserted()]:
             with self.counters.waiting():
                 error = self._complete(job, None, on_cpu=True)
@@ -415,7 +415,7 @@ class Pager:
     ) -> bool:
         """Frees mappings by joining runs or, failing that, unmapping unowned pages.
 
-        Returns False if none were freed.
+        Returns False if it freed none.
 
         For `keep`, see `Reclaimer.make_room`; if it is None, nothing is unmapped.
         """
@@ -520,7 +520,7 @@ class Pager:
         self.journal.change([*edits, [counters, "zeroed", zeroed]])
 
     def under_way(self) -> tuple[int, int, int]:
-        """Returns how many pages grown, reused and zeroed are counted but may still fail."""
+        """Returns how many of the pages counted as grown, reused and zeroed may still fail."""
         jobs = [job for job in self.growths if not job.granted and _may_fail(job, job.mapping)]
         fills = [job for job in self.growths if _may_fail(job, job.filling)]
         return (
@@ -537,7 +537,7 @@ Needs: TypeAlias = Sequence[tuple[Pager, int]]
 def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) -> bool:
     """The fast path of a step: grows slots by one map operation each, in one batch.
 
-    These are the slots that the last scans found. C plans the growth of each group, then one C call
+    The slots are those that the last scans found. C plans the growth of each group, then one C call
     runs or submits the batch and, on success, writes the records. With `background`, the batch is
     submitted but may not have finished when this returns.
 
@@ -694,7 +694,7 @@ def _begin(parts: Sequence[_Part], after: list[Any], *, background: bool) -> VMe
     """Runs or submits the planned growths of all groups as one batch, and records them.
 
     Returns:
-        None on success. If memory or mappings are short, the error; nothing has changed.
+        None on success; the error, with nothing changed, if memory or mappings are short.
     """
     first = parts[0].pager
     ops, mapper = first.ops, first.mapper
@@ -795,7 +795,7 @@ def _beyond_own(needs: Needs, keep: Mapping[Slot, int], *, later: bool) -> int |
 
 
 def _others(needs: Needs) -> Share | None:
-    """Returns the share of the budget whose `others` leaves out all of these groups.
+    """Returns a budget share whose `others` leaves out all of these groups.
 
     Returns None without a budget.
     """

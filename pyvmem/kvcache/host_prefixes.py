@@ -41,7 +41,7 @@ __all__ = ["FAILURES", "Going", "HostPrefixes", "Key", "unit_keys"]
 _log = logging.getLogger(__name__)
 
 _SLAB = 64 << 20  # bytes allocated and page-locked at a time; takes about 20 ms
-_DIGEST = 16  # bytes
+_DIGEST = 16  # bytes per digest
 
 FAILURES = (VMemError, MemoryError, OSError, RuntimeError)
 """Errors from copying or from allocating host memory; the rows are then not kept or not loaded."""
@@ -113,7 +113,7 @@ class HostPrefixes:
         self.stored = self.loaded = self.dropped = 0
 
     def join(self, group: Sharing, scratch: Scratch) -> None:
-        """Adds the next group, when it is created."""
+        """Adds a group that was just created."""
         self._groups.append((group, scratch))
 
     @property
@@ -124,7 +124,7 @@ class HostPrefixes:
     # ---- storing ---------------------------------------------------------------------------------
 
     def store(self, going: Sequence[Going]) -> None:
-        """Copies the rows of evicted units to cells, for as many units as fit.
+        """Copies the rows of evicted units to cells, as many units as fit.
 
         Units that cannot be copied now are lost, since this does not wait for GPU work that may
         still write their pages.
@@ -238,7 +238,10 @@ class HostPrefixes:
         group.mapper.copy(size, pieces, [self._cells[one][begin:end] for one in cells], out=out)
 
     def _take(self, count: int) -> list[int]:
-        """Takes up to `count` cells that no key refers to, reusing the least recently used."""
+        """Returns up to `count` cells that no key refers to.
+
+        If too few are unused and none can be added, the least recently used lose their rows.
+        """
         # An interrupted call may have lost track of some cells.
         if len(self._free) + len(self._rows) < len(self._cells):
             self._free = self._unused()
@@ -256,7 +259,7 @@ class HostPrefixes:
         return found
 
     def _add_slab(self) -> None:
-        """Allocates memory for more cells; if that fails, no more cells are ever added."""
+        """Allocates memory for more cells; after a failure, no more cells are ever added."""
         from pyvmem.memory.host_copies import HostMemory, has_kernel
 
         count = min(self.step, self._most - len(self._cells))

@@ -19,7 +19,7 @@ __all__ = ["IDLE_SECONDS", "IdleThread"]
 _log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.5  # default of `KVCacheConfig.idle_seconds` if the cache owns its context
-_LOOKS = 4  # checks per idle_seconds, so trimming is late by at most 1 / _LOOKS of this time
+_LOOKS = 4  # checks per idle_seconds, so trimming is at most 1 / _LOOKS of this time late
 _PAUSE_S = 0.001  # pause between two pieces of work, so that a waiting call gets the lock
 
 
@@ -59,7 +59,7 @@ class IdleThread:
         self._failed = False
 
     def start(self) -> None:
-        """Starts the thread, as a daemon: the process can exit while it runs."""
+        """Starts the thread, as a daemon: the process can exit while the thread runs."""
         self.running = True
         start_new_thread(self._watch, ())
 

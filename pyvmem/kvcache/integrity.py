@@ -46,7 +46,7 @@ def _state(slot: Slot) -> str:
 
 
 def snapshot(group: Group) -> list[SlotInfo]:
-    """Returns every slot's state, after recording batches that have finished."""
+    """Returns every slot's state, after recording the results of finished batches."""
     jobs = [slot.job for slot in group.table]
     in_flight = [job is not None and not job.done() for job in jobs]
     group.reclaimer.poll()
@@ -165,7 +165,7 @@ def verify(groups: Sequence[Group]) -> None:
 
 
 def check(group: Group) -> list[str]:
-    """Describes every mismatch within a group's records and between the records and libvmem."""
+    """Returns a description of each mismatch within a group's records, or with libvmem's."""
     found: list[str] = []
     table, pager, reclaimer, layout = group.table, group.pager, group.reclaimer, group.layout
     held = granted = slid = 0
@@ -262,7 +262,7 @@ def _check_pages(group: Group, slot: Slot) -> list[str]:
     """
     layout = group.layout
     size = layout.page_size
-    sure, end = slot.mapped, slot.mapped  # pages below `sure` are mapped, from `end` on unmapped
+    sure, end = slot.mapped, slot.mapped  # mapped below `sure`, unmapped from `end` on
     gone, job = slot.head, slot.job
     if isinstance(job, Slide):
         gone = job.lows[job.slots.index(slot)]
@@ -311,7 +311,7 @@ def _check_entries(group: Group, slot: Slot, start: int) -> list[str]:
 
 
 def check_places(group: Group, slot: Slot) -> list[str]:
-    """Returns a description of every mismatch between a slot's pages and their recorded tiers."""
+    """Returns a description of each mismatch between a slot's pages and their recorded tiers."""
     found, tier_map, name = [], slot.tier_map, f"slot {slot.index}"
     for low, high, tier in tier_map.noted:
         if low < slot.head or high > slot.mapped:

@@ -40,7 +40,7 @@ def _round_up(value: int, unit: int) -> int:
 
 
 def _spaced(used: int, page_size: int, entries: bool) -> int:
-    """Returns the distance between slots of `used` bytes.
+    """Returns the distance between slots that use `used` bytes each.
 
     If slots are aligned to 2 MiB, a run of small pages can become one large mapping. They are
     aligned if that costs at most an eighth more address space, or if 2 MiB entries are available
@@ -71,7 +71,7 @@ class Layout:
         capacity: function from a number of pages per tensor to the longest sequence that fits.
 
     Args:
-        config: gives the shapes.
+        config: configuration of the layers.
         page_size: page size in bytes.
         entries: True if the context has 2 MiB entries for small pages (`Caps.LARGE_ENTRIES`).
 

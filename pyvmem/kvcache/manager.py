@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The groups of layers of a cache, and the lock and the journal that its calls use.
+"""A cache's groups of layers, and the lock and journal that its calls use.
 
 A cache whose layers all have the same shape has one group. Each call enters the `Manager`'s lock
 and journal, gets the groups from the manager and passes them to a function that acts on all of them
@@ -34,7 +34,7 @@ __all__ = ["Manager", "check_memory"]
 
 
 class Manager:
-    """The groups of layers of one cache, all with the same requests, and their lock.
+    """A cache's groups of layers, which have the same requests, and their lock.
 
     Args:
         name: name of the cache's class, for errors.
@@ -162,8 +162,8 @@ class Manager:
         """Returns the group of a cache that has only one.
 
         Raises:
-            NotSupported: there are several groups; or there are several ranks and `alone` is given,
-                the name of something that the ranks have agreed on.
+            NotSupported: there are several groups; or there are several ranks, and `alone` names
+                something that they have agreed on.
         """
         reason = ""
         if len(self.groups) > 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The only module through which a cache makes its context's mapping calls.
+"""The only module that makes a cache's mapping calls to its context.
 
     mapper.commit(edits, ops, after)    # one C call: runs the batch and, on success, the edits
 
@@ -174,7 +174,7 @@ class Scratch:
         self._mapper = mapper
         self._align = max(align, 2 << 20)
         self._kept: Reservation | None = None
-        self._full: list[Reservation] = []  # those whose pages could not be unmapped yet
+        self._full: list[Reservation] = []  # reservations whose pages could not be unmapped yet
 
     def take(self, nbytes: int) -> Reservation:
         """Returns at least `nbytes` of unmapped addresses, freed after the call unless recorded.

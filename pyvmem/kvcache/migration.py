@@ -53,7 +53,7 @@ class Mover:
 
     Attributes:
         moves: for each slot, the move that has started but not yet replaced the pages.
-        cancelled: cancelled moves whose scratch pages are freed when their copies are complete.
+        cancelled: cancelled moves, whose scratch pages are freed once the copies are complete.
         joined: for each slot index, the first pages of the joined blocks that have not changed
             since, each with the number of blocks that the slot had when the block was joined.
         copied: like `joined`, for blocks that a promotion copied.
@@ -204,7 +204,7 @@ class Mover:
         return [[noted, slot.index, noted.get(slot.index, {}) | blocks]]
 
     def blocks(self, slot: Slot) -> int:
-        """Returns the number of full blocks granted to the slot's request."""
+        """Returns the number of full blocks that the slot's request owns."""
         return slot.granted // self._layout.block
 
     def forget_edits(self, slot: Slot, low: int) -> list[list[Any]]:
@@ -331,7 +331,7 @@ class Mover:
         ops: OpBatch | None = None,
         after: Sequence[Any] = (),
     ) -> None:
-        """Removes a move from the records, together with further edits and, if given, a batch."""
+        """Removes a move from the records in one change with `edits` and, if given, a batch."""
         addresses, slot = move.addresses, move.slot
         edits = [*edits, [move, "addresses", None]]
         if self.moves.get(slot) is move:
@@ -367,14 +367,14 @@ class Mover:
                 move.addresses.leave()
 
     def moving(self, slot: Slot) -> int:
-        """Returns how many of a slot's pages per tensor its move will change."""
+        """Returns how many pages per tensor a slot's move will change."""
         move = self.moves.get(slot)
         if move is None:
             return 0
         return move.pages
 
     def pages(self) -> tuple[int, dict[Tier, int]]:
-        """Returns the number of scratch pages per tensor on the device, and off it by tier."""
+        """Returns how many scratch pages per tensor are on the device, and off it, by tier."""
         here = 0
         off_device: dict[Tier, int] = {}
         for move in (*self.moves.values(), *self.cancelled):

@@ -166,7 +166,7 @@ class Block:
         events: GPU work that wrote the pages and may not be complete.
         tier: the tier that the pages are in.
         off_device: True if `tier` is not device memory.
-        gone: for each page, whether it was returned to the pool.
+        gone: for each page, whether it has been returned to the pool.
 
     `holders` is the number of requests that initially hold and use all pages.
     """
@@ -193,7 +193,7 @@ class Block:
 
     @property
     def live(self) -> int:
-        """The number of pages per tensor that were not returned to the pool yet."""
+        """The number of pages per tensor that have not been returned to the pool yet."""
         return self.pages - sum(self.gone)
 
 
@@ -277,9 +277,9 @@ class SharedPages:
     Attributes:
         pages: shared device pages, each counted once.
         used: shared device pages used by at least one request.
-        uses: the same pages, counted once for each request.
-        off_device_uses: off-device pages, counted once for each request.
-        blocks: blocks with at least one page that was not returned to the pool.
+        uses: the same pages, counted once per request that uses them.
+        off_device_uses: shared off-device pages, counted once per request that uses them.
+        blocks: blocks with at least one page that has not been returned to the pool.
         lent: pages kept alive by `Reclaimer.lend`, in addition to slots, unmaps and prefixes.
         unheld: pages without a reference, still to be returned to the pool.
     """
@@ -380,7 +380,7 @@ class SharedPages:
         return found
 
     def leaving(self, spans: Sequence[Span]) -> int:
-        """Counts the device pages that only these spans hold.
+        """Counts the device pages that no other spans hold.
 
         Dropping the spans frees these pages.
         """

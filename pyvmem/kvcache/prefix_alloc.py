@@ -71,8 +71,8 @@ def _load(groups: Sequence[Group], slots: Sequence[Slot], match: PrefixMatch) ->
     """Loads the units that follow a match from host memory, and records them for other requests.
 
     Returns:
-        The number of tokens that the request then holds; if memory is short, only those of the
-        match.
+        The number of tokens that the request then holds: the length of the match if memory is
+        short.
     """
     prefixes, held, length = groups[0].prefixes, match.length, match.length + match.in_host
     both = list(zip(groups, slots, strict=True))
@@ -90,7 +90,7 @@ def _load(groups: Sequence[Group], slots: Sequence[Slot], match: PrefixMatch) ->
     for group, slot in both:
         group.enter(slot, length)
         group.note_use()
-    # If they cannot be recorded, the request keeps the pages for itself.
+    # If the rows cannot be recorded, the request keeps the pages for itself.
     with suppress(TooManyMappings, OutOfMemory, NotSupported):
         prefixes.record(slots[0], match.ids, PriorWork(None, None))
     return length
@@ -99,7 +99,7 @@ def _load(groups: Sequence[Group], slots: Sequence[Slot], match: PrefixMatch) ->
 def _count_prompt(group: Group, prompt: tuple[int, int, bool], by: int) -> None:
     """Counts a prompt: its tokens, the recorded tokens, and whether these were still mapped.
 
-    Callers do this last, and it goes through the journal, so that an interrupted call is not
+    Callers count the prompt last, and through the journal, so that an interrupted call is not
     counted.
     """
     counters, (asked, held, resumed) = group.counters, prompt
@@ -138,7 +138,7 @@ def _begin_with(
         groups: groups of the cache.
         match: the match.
         spans: the match's pages in each group.
-        slots: the slots that the request gets in each group.
+        slots: the request's slot in each group.
         reader: the work that will read the pages.
         kept: True if some or all of these pages are already mapped in the slots.
 
@@ -169,9 +169,9 @@ def _begin_with(
 
 
 def kept_slots(groups: Sequence[Group], spans: Sequence[Span], length: int) -> list[Slot] | None:
-    """Returns the free kept slot, one per group, that has the most pages of a prefix mapped.
+    """Returns each group's record of the free kept slot that has the most prefix pages mapped.
 
-    Returns None if no slot has any of them mapped.
+    Returns None if no slot has any of the pages mapped.
     """
     stale = groups[0].table.stale
     if not stale:
@@ -193,7 +193,7 @@ def kept_slots(groups: Sequence[Group], spans: Sequence[Span], length: int) -> l
 
 
 def empty_slots(groups: Sequence[Group]) -> list[Slot] | None:
-    """Returns the free slot, one per group, that will be empty soonest.
+    """Returns each group's record of the free slot that will be empty soonest.
 
     Returns None if no slot is free, or if emptying it would wait for an earlier owner's GPU work.
     With several ranks the slot is returned anyway, since the progress of that work may differ

@@ -296,7 +296,7 @@ class PrefixCache:
         self.host = HostPrefixes(layouts, self.unit_pages)
 
     def join(self, group: Sharing, window: Window | None, scratch: Scratch) -> None:
-        """Adds the next group, when it is created."""
+        """Adds a group that was just created."""
         if not self._groups:
             self._table, self._rows = group.table, group.pager.columns
         self._groups.append(group)
@@ -344,7 +344,7 @@ class PrefixCache:
     def _firsts(self, slot: Slot) -> list[tuple[int, int]]:
         """Returns the first page whose rows the request holds, for each group with a window.
 
-        Each item is a group's index and the page.
+        Each item holds a group's index and that page.
         """
         found = []
         for place in self._sliding:
@@ -391,7 +391,7 @@ class PrefixCache:
         """Looks up the rows that a request holds in the recorded prefixes.
 
         Returns:
-            The ids of the rows; for each group, the request's slot and the pages per tensor of a
+            The ids of the rows; for each group, the request's slot and the pages per tensor in a
             unit; the match; and the number of full units that the request holds, or 0 if they are
             already recorded or the slot does not have all of the rows to record.
         """
@@ -474,7 +474,7 @@ class PrefixCache:
                 self._groups[place].reclaimer.release_kept(before)
 
     def _take(self, place: int, slot: Slot, first: int, last: int) -> Span:
-        """Returns a group's pages of units [first, last), with a reference for the tree."""
+        """Returns a group's pages for units [first, last), with a reference held for the tree."""
         unit = self.unit_pages[place]
         if place in self._sliding:
             return Span((), unit)  # `_fill` adds the pages of windows
@@ -609,11 +609,11 @@ class PrefixCache:
         self._journal.change([*self.leases.end_lease_edits(lease), [slot, "pins", [lease.node]]])
 
     def span(self, place: int, match: PrefixMatch) -> Span:
-        """Returns a group's pages of a leased match."""
+        """Returns a group's pages for a leased match."""
         return self._span(place, match._lease.node, match.length)
 
     def _span(self, place: int, node: Node[_Spans], length: int) -> Span:
-        """Returns a group's pages of the first `length` tokens on the path to a node.
+        """Returns a group's pages for the first `length` tokens on the path to a node.
 
         With a window, returns only those pages of the window that are recorded.
         """
@@ -705,7 +705,7 @@ class PrefixCache:
         return back if found else None
 
     def _unpin_all(self) -> bool:
-        """Removes all slots' pins. Returns False, changing nothing, if that would free no page."""
+        """Removes every slot's pins. Returns False, changing nothing, if no page would be freed."""
         kept = self.leases.kept()
         for place in range(len(self._groups)):
             if self._kept_pages(place, self.tree) > self._kept_pages(place, kept):
@@ -731,11 +731,11 @@ class PrefixCache:
     # ---- reports and recovery --------------------------------------------------------------------
 
     def spans(self, place: int) -> list[Span]:
-        """Returns the tree's spans of a group."""
+        """Returns the tree's spans for one group."""
         return [node.span.each[place] for node in self.tree]
 
     def pages(self, place: int) -> int:
-        """Returns how many pages per tensor of a group are recorded."""
+        """Returns how many of a group's pages per tensor are recorded."""
         if place in self._sliding:
             return sum(span.pages for span in self.spans(place))
         return self.tree.tokens // self.unit * self.unit_pages[place]

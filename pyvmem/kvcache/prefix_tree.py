@@ -63,7 +63,7 @@ class TokenIds:
             ``array.array``, a one-dimensional numpy array or torch tensor of integers (a GPU tensor
             is copied, which waits for its stream), or a `TokenIds`.
         namespace: whatever the keys and values depend on in addition to the ids, such as an
-            adapter, an image or a tenant. Equal ids in different namespaces are different prefixes.
+            adapter, an image or a tenant. The same ids in another namespace are another prefix.
             None, the default, is also a namespace; but for a `TokenIds`, None keeps its own
             namespace.
 
@@ -220,8 +220,8 @@ class Span(Protocol):
     def split(self: S, units: int) -> tuple[S, S]:
         """Splits off the first `units` units; neither of the two spans returned is empty.
 
-        Together they hold the pages of the original, which is not used again. Must not fail, or
-        `PrefixTree.evict` would lose spans already evicted.
+        Together they hold the pages of the original, which is not used afterwards. Must not fail,
+        or `PrefixTree.evict` would lose spans already evicted.
         """
         ...
 
@@ -406,9 +406,9 @@ class PrefixTree(Generic[S]):
         root: the root of prefixes without a namespace.
         roots: roots, keyed by a 1-tuple of the namespace, since an edit's key must not be a str. A
             root other than `root` exists only while it has a prefix.
-        tokens, pages: total numbers in the tree.
+        tokens, pages: numbers of tokens and pages in the tree.
         changes: changes not yet dropped by `changes_after`; None: not collected.
-        dropped: number of earlier changes, which were dropped.
+        dropped: number of earlier changes that have been dropped.
         told: number of the last change that the caller has passed on; set by the caller.
 
     Raises:
@@ -464,7 +464,7 @@ class PrefixTree(Generic[S]):
 
         Args:
             tokens: the prefix, from its first token.
-            make: if any units are new, called once with the first of them and the last + 1; returns
+            make: if any units are new, called once with their range, (first, last + 1); returns
                 their span, which the tree then owns.
             found: the result of `match` for the same tokens, if nothing was recorded or evicted
                 since.
@@ -600,7 +600,7 @@ class PrefixTree(Generic[S]):
     # ---- inside ----------------------------------------------------------------------------------
 
     def _note_gone(self, node: Node[S], stay: int, edits: list[list[Any]]) -> None:
-        """Appends the edit that notes that a leaf has lost all but its first `stay` units."""
+        """Appends an edit that records, in `changes`, a leaf's loss of all but `stay` units."""
         if self.changes is not None:
             first = node.end // self.unit - node.units + stay
             edits.append(self._note(False, node.tokens(), first))
@@ -692,7 +692,7 @@ class PrefixTree(Generic[S]):
         return node.span
 
     def _cut(self, leaf: Node[S], pages: int) -> S:
-        """Removes a leaf, or only its last units if these hold `pages` pages; returns the span."""
+        """Removes a leaf, or just enough units at its end for `pages` pages; returns the span."""
         held = leaf.span.pages
         stay = leaf.units - -(-pages * leaf.units // held) if held > pages else 0
         if not stay:

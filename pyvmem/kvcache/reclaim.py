@@ -109,7 +109,7 @@ class Share(Protocol):
         """Posts a shortage of `nbytes` to other processes, if the budget cannot cover it."""
 
     def engines(self) -> list[tuple[str, int]]:
-        """Returns every other engine that holds driver mappings, with the number that it holds."""
+        """Returns the other engines that hold driver mappings, with the number that each holds."""
 
     def check(self) -> list[str]:
         """Returns a description of each inconsistency in the budget's records."""
@@ -121,7 +121,7 @@ class Reclaimer:
     Attributes:
         limit: maximum number of physical pages that the cache may have.
         watermark: free memory below this fraction of `limit` is scarce.
-        device_pages: number of physical device pages of the cache; counts shared pages once, and
+        device_pages: number of the cache's physical device pages; counts shared pages once, and
             includes pages being unmapped.
         off_device: number of physical off-device pages, by tier; not in `device_pages`.
         own_off_device: cached result of `Group.own_off_device`; None: out of date.
@@ -260,7 +260,7 @@ class Reclaimer:
             self.finish(slot.job)
 
     def _run(self, slot: Slot, low: int, keep: int) -> None:
-        """Unmaps in this thread; records a failure, as for a background batch."""
+        """Unmaps in this thread; records a failure as if the batch had run in the background."""
         try:
             edits = self._unmap_edits(slot, low, keep, DoneTicket())
             self.mapper.commit(edits, self._ops, slot.events)
@@ -423,7 +423,7 @@ class Reclaimer:
         self.drop_unheld()
 
     def lend(self, span: Span) -> None:
-        """Holds a reference to these pages until the next call of `lend`."""
+        """Holds a reference to these pages until the next call to `lend`."""
         before = self.shared.lent
         self.journal.change([[self.shared, "lent", span]])
         self.shared.hold(span)
@@ -449,7 +449,7 @@ class Reclaimer:
     def free_edits(
         self, pages: int, off_device: Mapping[Tier, int], *, reclaimed: bool = True
     ) -> list[list[Any]]:
-        """Returns the edits for pages that leave the cache, on the device and, by tier, off it."""
+        """Returns the edits for pages that leave the cache: on the device and, by tier, off it."""
         tensors, counters = self.layout.num_tensors, self.counters
         edits = [
             [self, "device_pages", self.device_pages - pages * tensors],
@@ -520,7 +520,7 @@ class Reclaimer:
     def raise_errors(self) -> None:
         """Raises the oldest failure of a background batch, if any.
 
-        Its text says how many more batches failed.
+        The message says how many more batches failed.
         """
         if not self.errors:
             return
@@ -601,7 +601,7 @@ class Reclaimer:
             missing -= self.returning * size
             if share is not None and missing > 0 and lent > 0:
                 share.begin_unmaps(min(missing, lent), keep)
-                lent -= share.returning()  # all of this is back by the next iteration
+                lent -= share.returning()  # these bytes are back by the next iteration
             if not any(one.unmaps for one in reclaimers):
                 break
             with self.counters.waiting():
@@ -621,18 +621,18 @@ class Reclaimer:
 
     @property
     def leaving(self) -> int:
-        """Number of physical pages of evicted prefixes that are freed once slots are unmapped."""
+        """Number of physical pages of evicted prefixes that unmapping slots will free."""
         return self.shared.leaving(self._going()) * self.layout.num_tensors
 
     def _going(self) -> list[Span]:
-        """Returns the shared pages that are being or will be unmapped."""
+        """Returns the shared pages that are being unmapped or will be."""
         stale = [slot.span for slot in self.table.stale if not slot.kept]
         return [unmap.span for unmap in self.unmaps] + stale
 
     def begin_unmaps(self, pages: int, keep: Mapping[Slot, int], *, now: bool = True) -> None:
         """Starts unmapping until `pages` physical pages are being unmapped.
 
-        For `now`, see `unmap`. This may start too little, since a slot with an unmap in flight
+        For `now`, see `unmap`. This may start too few unmaps, since a slot with an unmap in flight
         cannot lose more pages until that unmap is complete.
         """
         self.release_stale(now=now)
@@ -694,7 +694,7 @@ class Reclaimer:
         return self.share.room()
 
     def spare(self, keep: Mapping[Slot, int]) -> int:
-        """Returns how many device pages per tensor are unowned, without those being unmapped."""
+        """Returns how many device pages per tensor are unowned, excluding those being unmapped."""
         # This includes the surplus of slots with an unmap in flight, which can be unmapped after
         # that.
         spare = self.table.columns.spare

@@ -93,7 +93,7 @@ def record(
 
 
 def release(groups: Sequence[Group], slots: Sequence[Slot], event: Any) -> None:
-    """Calls `Group.release` in all groups, after everything that calls into the context."""
+    """Abandons the slots' moves in all groups, then calls `Group.release` in all groups."""
     for group, slot in zip(groups, slots, strict=True):
         if group.mover.moves:
             group.mover.abandon(slot)

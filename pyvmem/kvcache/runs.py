@@ -14,7 +14,7 @@ memory is short it is unmapped like the pages of a free slot. No call fails beca
 The length of a run is a power of two:
 
 - a fraction of the request's pages (`KVCacheConfig.growth_fraction`);
-- once an eighth of the mappings is used, at least so long that the remaining mappings can cover
+- once an eighth of the mappings is used, long enough for the remaining mappings to cover at least
   twice the free memory, with a quarter of the limit reserved for forks and for a fragmented pool;
 - at most 2 MiB, and for all requests together at most half of the free memory, or all of it once an
   eighth of the mappings is used.
@@ -47,8 +47,8 @@ _log = logging.getLogger(__name__)
 _RUN_BYTES = 2 << 20  # one GPU page table entry covers this; longer runs save little
 SCARCE_AT = 8  # once 1 / SCARCE_AT of the mappings is used, runs get longer
 _LOOKS = 64  # mappings are recounted after growth by 1 / _LOOKS of the limit
-_JOINS = 512  # most driver calls that a step makes for joining, unless it would otherwise return -1
-_LEAST = 4  # fewest map calls per tensor for which joining pays off
+_JOINS = 512  # maximum driver calls per step for joining, unless it would otherwise return -1
+_LEAST = 4  # minimum number of map calls per tensor for joining to pay off
 
 
 class Runs:
@@ -219,7 +219,7 @@ class Runs:
         return found * self._layout.num_tensors
 
     def holders(self) -> tuple[int, int]:
-        """Estimates how many mappings running requests have, and how many free slots have."""
+        """Estimates how many mappings running requests and free slots have, respectively."""
         found = [0, 0]
         for slot in self._table:
             found[not slot.active] += min(self._calls[slot.index], slot.mapped)
@@ -285,7 +285,7 @@ class Runs:
         )
 
     def _pieces(self, slot: Slot) -> int:
-        """Returns how many runs per tensor joining a slot would leave.
+        """Returns how many runs per tensor would remain after joining a slot.
 
         Runs that were joined earlier are not counted.
         """

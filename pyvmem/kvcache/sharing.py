@@ -45,7 +45,7 @@ class Sharing:
         self.layout = pager.layout
         self.device = pager.device
         self.config = config
-        self._allowed: dict[Feature, ContextInfo] = {}  # context info at the time of the check
+        self._allowed: dict[Feature, ContextInfo] = {}  # the context's info at the last check
 
     def require(self, feature: Feature, what: str) -> None:
         """Raises NotSupported if the context lacks a feature.
@@ -125,7 +125,7 @@ class Sharing:
     def map_pieces(
         self, ops: OpBatch, slot: Slot, pieces: list[Held], *, replace: bool = False
     ) -> None:
-        """Adds operations to `ops` that map `pieces` read-only at the same pages of a slot."""
+        """Adds operations to `ops` that map `pieces` read-only at their page numbers in a slot."""
         layout = self.layout
         for handle, low, high, _ in pieces:
             ops.map(

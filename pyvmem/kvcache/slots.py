@@ -127,8 +127,8 @@ class Slot(Row):
     def spare_beyond(self, keep: int) -> int:
         """Returns how many unshared device pages per tensor past `keep` can be unmapped now.
 
-        A running owner keeps its granted pages and all of their last 2 MiB block. A stale slot
-        ignores `keep`.
+        A running owner keeps its granted pages and the whole 2 MiB block in which they end. A stale
+        slot ignores `keep`.
         """
         granted = self.granted
         if granted < self.large_end and self.active:
@@ -188,13 +188,13 @@ class SlotTable:
         count: number of slots.
         journal: the cache's journal.
         base: address of the first slot.
-        stride: bytes between slots.
+        stride: distance between slots in bytes.
         block: pages per 2 MiB entry; 0: no such entries.
 
     Attributes:
         lockstep: return values depend only on the sequence of calls (`ParallelKVCache`), never on
-            the progress of background batches. Conditions that would otherwise change a return
-            value, such as a driver out of memory, raise instead.
+            the progress of background batches. A condition that would otherwise change a
+            return value, such as the driver being out of memory, raises instead.
         changes: incremented whenever a slot is allocated or freed.
         retired: True once any slot has been retired.
         columns: the slot records for C code.
@@ -344,7 +344,7 @@ class SlotTable:
         """Yields slots with spare pages, in the order in which they should lose them.
 
         Free slots come before those of running requests, and slots without pending GPU work before
-        others; among equals, least recently used first. Skips slots with a batch in flight.
+        others. Otherwise, the least recently used come first. Skips slots with a batch in flight.
 
         Args:
             active: include the surplus pages of running requests.
@@ -401,11 +401,11 @@ class Growth:
 
     @property
     def awaited(self) -> bool:
-        """True while its pages are not granted and an owner is still waiting for them."""
+        """True while the pages are not granted and an owner is still waiting for them."""
         return not self.granted and any(slot.owner == owner for slot, owner, _ in self.grants)
 
     def deserted(self) -> list[Slot]:
-        """Returns the slots in which no owner is waiting for the growth, so its pages are spare."""
+        """Returns the slots with no owner waiting for the growth, so that its pages are spare."""
         if not self.awaited:
             return self.slots
         waiting = {slot for slot, owner, _ in self.grants if slot.owner == owner}
@@ -504,7 +504,7 @@ class Move:
         stretches: page ranges to copy, each with its destination tier.
         runs: page ranges that may already be physically contiguous, to be remapped without a copy.
         first: first page that the scratch addresses cover.
-        stride: bytes between tensors in the scratch addresses.
+        stride: distance between tensors in the scratch addresses, in bytes.
         addresses: the scratch reservation; None if nothing is copied.
         ticket: the copies' ticket; None: they are complete.
         promotes: True for a promotion, which may be cancelled when memory is short.

@@ -36,8 +36,8 @@ class CacheStats:
         active_pages: pages that requests own; a shared page is counted once.
         shared_pages: active or cached pages that are mapped read-only or recorded.
         moving_pages: cached pages that are the targets of copies in progress.
-        host_pages, peer_pages: pages in host memory and on peer devices; included in no
-            other number here.
+        host_pages, peer_pages: pages in host memory and on peer devices; no other number
+            here includes them.
         prefix_pages, prefix_tokens: recorded shared pages, and their tokens.
         prefix_host_bytes: size of evicted prefixes' rows in host memory.
         mapped_bytes: size of cached and active pages.
@@ -46,8 +46,8 @@ class CacheStats:
         peak_mapped_bytes, peak_used_bytes, peak_wasted_bytes: maxima so far.
         active_slots, cached_slots, empty_slots, broken_slots: slots by state; cached slots are free
             and have pages.
-        segments: number of separate mappings in the cache's addresses according to the back end;
-            fewer means longer runs.
+        segments: number of separate mappings at the cache's addresses, as the back end counts
+            them; fewer mean longer runs.
         mappings: driver mappings of the whole context, limited to `ContextInfo.max_mappings`.
         large_entries: 2 MiB entries in the whole context; all other entries map a single page.
         steps, steps_async: `step` and `step_async` calls that returned 0.
@@ -66,8 +66,8 @@ class CacheStats:
         prefix_resumed: hits whose prefix was still completely mapped in the slot.
         prefix_stored_bytes, prefix_loaded_bytes: bytes of prefixes' rows copied to host memory and
             back.
-        prefix_dropped_bytes: bytes of evicted prefixes' rows that other rows replaced in host
-            memory, or that could not be stored there.
+        prefix_dropped_bytes: bytes of evicted prefixes' rows that were replaced by others in host
+            memory or could not be stored there.
         waits: how often a call waited for mapping, filling or reclaiming.
         wait_ns: total time of these waits.
         wait_counts: histogram of the waits: item k counts waits of more than ``2**(k-1)`` and at
@@ -164,7 +164,7 @@ class SlotInfo:
     def and_others(self, others: Sequence[SlotInfo]) -> SlotInfo:
         """Returns the sum over several groups of layers.
 
-        `others` is the slot in the other groups.
+        `others` holds the same slot's records in the other groups.
         """
         if not others:
             return self
@@ -193,7 +193,7 @@ def together(each: Sequence[CacheStats], room: int) -> CacheStats:
 
     The `_SAME` fields are not summed but taken from the first group.
 
-    `room` is the number of pages that the budget has free for the groups.
+    `room` is the number of pages in the budget that are free for the groups.
     """
     first = each[0]
     if len(each) == 1:

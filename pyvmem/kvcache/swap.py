@@ -48,7 +48,7 @@ class SwappedRequest(Closable):
         self.seq_len = seq_len
         self.nbytes = sum(one.nbytes for one in rows)
         self._groups = tuple(groups)
-        self._heads = tuple(heads)  # per group, number of pages that had left the window
+        self._heads = tuple(heads)  # for each group, how many pages had left the window
         self._rows: Sequence[memoryview] | None = rows
 
     @property
@@ -84,7 +84,7 @@ def _host_memory(size: int, device: int | None) -> memoryview:
 def _pieces(group: Group, slot: Slot, head: int, length: int) -> tuple[int, list[int]]:
     """Returns the size per tensor, and the address in each tensor, of a request's mapped rows.
 
-    These are the first `length` rows, without those in the pages before `head`.
+    These are the first `length` rows, except rows in the pages before `head`.
     """
     layout = group.layout
     size = max(0, layout.bytes_for(length) - head * layout.page_size)
@@ -162,7 +162,7 @@ def swap_in(
 ) -> int | None:
     """Implements `KVCache.swap_in`, in all groups or none.
 
-    `into` is the free reqid to use; None stands for any.
+    `into` is the free reqid to use, or None for any.
     """
     if not isinstance(swapped, SwappedRequest):
         raise TypeError(f"expected a SwappedRequest, not {swapped!r:.80}")

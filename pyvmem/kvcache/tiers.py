@@ -23,7 +23,7 @@ __all__ = ["Moved", "move", "promote", "tier_of"]
 
 
 class Moved(NamedTuple):
-    """The result of `KVCache.move`: physical pages of `Layout.page_size`, over all tensors.
+    """The result of `KVCache.move`, counted in physical pages over all tensors.
 
     Attributes:
         pages: number of pages that moved or are being moved.
@@ -170,7 +170,7 @@ def _pages_of(
         return 0, slot.granted if whole else 0
     low = -(-first * layout.row_bytes // layout.page_size)
     high = last * layout.row_bytes // layout.page_size
-    # With `wait`, nothing is written during the move, so the last page can move, too.
+    # With `wait`, nothing is written during the move, so the last page can also move.
     if wait and last == held:
         high = -(-last * layout.row_bytes // layout.page_size)
     high = min(high, slot.granted)

@@ -75,7 +75,7 @@ def truncate(groups: Sequence[Group], reqid: int, length: int, work: PriorWork) 
 
 
 def copied(groups: Sequence[Group], reqid: int, length: int) -> int:
-    """Implements `CacheMemory.for_truncate`: the size of the new pages that a truncation needs."""
+    """Implements `CacheMemory.for_truncate`."""
     each = planned(groups, reqid, length)
     return sum(one.new_pages for one in each) * groups[0].layout.page_size
 
@@ -243,7 +243,7 @@ class Truncation:
         return edits
 
     def edits(self, work: PriorWork) -> list[list[Any]]:
-        """Returns the edits other than those of `unmap`; `work` is the last work on the rows."""
+        """Returns all edits except those of `unmap`; `work` is the last work on the rows."""
         group, slot = self.group, self.slot
         edits = group.enter_edits(slot, self.rows)
         if slot.pins:

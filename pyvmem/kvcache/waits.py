@@ -13,8 +13,8 @@ Requests do not change before the call runs, so an exception that ends a wait le
 undo. Two kinds of waits remain inside the call: those for copies of a request's own rows and, when
 memory is short, those for reclaimed pages.
 
-Each `before_...` function lists the blockers of one call. It does not report bad arguments. Instead
-it returns no blockers, and then the call raises the error.
+Each `before_...` function lists the blockers of one call. For bad
+arguments it returns no blockers, so that the call itself raises the error.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def when_clear(
     Both are called with the groups, followed by the same arguments.
 
     Inside another call, which holds the lock (`RequestCache`, `ParallelKVCache`), `find_blockers`
-    is skipped and `call` itself waits. It is also skipped with several ranks, since their results
-    must not depend on it.
+    is skipped and `call` itself waits. It is also skipped with several ranks, whose results must
+    not depend on it.
     """
     while True:
         with manager.lock, manager.journal as outermost:

@@ -48,7 +48,7 @@ class Window:
     Args:
         reclaimer: tracks the unmaps.
         mover: tracks the moves in flight.
-        config: configuration with the window.
+        config: the group's configuration, which sets the window.
         unit: tokens per sharing unit; 1 if rows cannot be recorded.
         release: waits until no batch is in flight on a slot's addresses.
         ops: the batch that all groups of the cache build in a step.
@@ -139,7 +139,7 @@ class Window:
         return found
 
     def _parted(self, slot: Slot, head: int) -> tuple[int, int]:
-        """Returns the last page up to `head` at which no 2 MiB entry is split, and the next one."""
+        """Returns the last page up to `head` that splits no 2 MiB entry, and the next such page."""
         if head < slot.large_end and head % slot.block:  # inside a 2 MiB entry
             head -= head % slot.block
             return head, head + slot.block
