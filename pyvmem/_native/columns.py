@@ -119,7 +119,7 @@ class Grown(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """Slots of the last planned growth; each list has one item per growing slot.
+    """The slots in the last planned growth; each list has one item per growing slot.
 
     Attributes:
         slots: indices of the slots.
@@ -282,7 +282,7 @@ class Columns:
         return found
 
     def pick(self, every: int, none: int = 0) -> list[int]:
-        """Returns slots with all flags of `every` and none of `none`, least recently used first."""
+        """Returns slots with all flags in `every` and none in `none`, least recently used first."""
         found = ffi.new("uint32_t[]", len(self.capacity))
         slots: list[int] = ffi.unpack(found, lib.pyvmem_pick(self._at, every, none, found))
         return slots
@@ -294,8 +294,8 @@ class Columns:
     def fit(self, pages: int, every: int, none: int = 0) -> int | None:
         """Picks the slot with the fewest mapped pages among those that have at least `pages`.
 
-        If none has that many, picks the slot with the most. Considers the slots that `pick`
-        returns; ties go to the least recently used. Returns None if there is no slot.
+        Considers the slots that `pick` returns. If none of them has that many pages, picks the one
+        with the most. Ties go to the least recently used slot. Returns None if there is no slot.
         """
         found: int = lib.pyvmem_fit(self._at, every, none, pages)
         return found if found < len(self.capacity) else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Mapping, batches, contents and the pool: wraps functions of vmem.h one to one."""
+"""Mapping, batches, data access and the pool: wraps functions of vmem.h one to one."""
 
 from __future__ import annotations
 

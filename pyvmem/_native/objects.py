@@ -121,7 +121,7 @@ def probe(backend: str, device: int) -> Any:
 
 
 def get_stats(vm: int, into: Any = None) -> Any:
-    """Returns a struct vmem_stats: `into`, from an earlier call, or a new struct."""
+    """Returns a filled struct vmem_stats: `into` if given, otherwise a new one."""
     stats = sized("struct vmem_stats *") if into is None else into
     call(lib.vmem_get_stats, vm, stats)
     return stats

@@ -92,7 +92,10 @@ def saved(device: int, addr: int, size: int) -> int:
 
 
 def stats(device: int, tag: int) -> Any:
-    """Returns a tag's counters (those of all tags for `ALL`) as a ``struct pyvmem_torch_stats``."""
+    """Returns a tag's counters as a ``struct pyvmem_torch_stats``.
+
+    `ALL` stands for all tags; the counters are then the totals.
+    """
     out = ffi.new("struct pyvmem_torch_stats *")
     call(lib.pyvmem_torch_stats, device, tag, out)
     return out

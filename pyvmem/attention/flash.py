@@ -104,7 +104,7 @@ def _in_vllm() -> Path | None:
 
 
 def _vllm_call(op: Any) -> tuple[Any, str]:
-    """Wraps vLLM's op to pass arguments by name, as its schema grows with each release."""
+    """Wraps vLLM's op to pass arguments by name, since releases add arguments to its schema."""
     arguments = op.default._schema.arguments
     names = {argument.name for argument in arguments}
     needed = {"q", "k", "v", "cu_seqlens_q", "seqused_k", "max_seqlen_q", "max_seqlen_k"}
@@ -138,7 +138,7 @@ def _vllm_call(op: Any) -> tuple[Any, str]:
         }
         if table is None:
             values["kv_batch_idx"] = batch.index
-            values["max_seqlen_k"] = k.shape[1]  # the op takes the slot length from this
+            values["max_seqlen_k"] = k.shape[1]  # the op reads the slot length from this
         else:
             values["page_table"] = table
             values["max_seqlen_k"] = table.shape[1] * k.shape[1]

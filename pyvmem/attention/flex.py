@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""torch's FlexAttention: compiled for a whole batch on a GPU; eager, per request, on the CPU."""
+"""torch's FlexAttention: compiled, per batch, on a GPU; eager, per run, on the CPU."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 __all__ = ["BLOCK", "flex", "why_not"]
 
-_SHAPES = 128  # limit on shapes compiled in a process; torch raises beyond it
+_SHAPES = 128  # maximum number of shapes compiled per process; torch raises beyond it
 # limits on head_dim on a GPU, set by Triton's matrix multiply and its tiles
 _NARROWEST, _WIDEST = 16, 256
-BLOCK = 128  # rows in a block of FlexAttention's mask; it always reads whole blocks
+BLOCK = 128  # rows per block of FlexAttention's mask; the kernel always reads whole blocks
 
 
 def why_not(form: Form, device: torch.device) -> str:
@@ -47,14 +47,17 @@ def why_not(form: Form, device: torch.device) -> str:
 def flex(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float, window: int = 0
 ) -> torch.Tensor:
-    """Runs compiled over blocks of 128 rows on a GPU, or eagerly over the valid rows on the CPU."""
+    """Runs FlexAttention: compiled, over blocks of 128 rows, on a GPU; eagerly on the CPU."""
     return (_compiled if q.device.type == "cuda" else _eager)(q, k, v, batch, scale, window)
 
 
 def _eager(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float, window: int
 ) -> torch.Tensor:
-    """Attends for each request over a view cut at its length, as eager code reads all rows."""
+    """Computes attention one run of requests at a time, over views that end at their length.
+
+    Eager code reads every row of a view.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
     gqa = q.shape[1] != k.shape[2]
@@ -80,7 +83,7 @@ def _eager(
 def _causal(shift: int, window: int) -> Any:
     """Returns the causal or window mask, as a `score_mod` function.
 
-    The function captures tensors, since torch 2.11 would reuse the integers of earlier calls.
+    The function captures tensors, since torch 2.11 would reuse integers from earlier calls.
     """
     last, wide = torch.tensor(shift), torch.tensor(window)
 
@@ -104,8 +107,8 @@ def _compiled(
 ) -> torch.Tensor:
     """Makes one call over the range of slots that contains the batch. The mask skips other slots.
 
-    Queries are padded to the longest request's. The mask excludes blocks past a request's length
-    and, with a window, blocks before it, so no row beyond the last block is read.
+    Queries are padded to those of the longest request. The mask excludes blocks past a request's
+    length and, with a window, blocks before the window, so no row beyond the last block is read.
     """
     low, high = min(batch.reqids), max(batch.reqids) + 1
     rows = min(k.shape[1], -(-batch.max_kv // BLOCK) * BLOCK)

@@ -89,7 +89,8 @@ class _Wrapper:
         workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
         prefill: Any = importlib.import_module("flashinfer.prefill")
         self.it = getattr(prefill, kind)(workspace, "NHD", backend=backend)
-        # the `made` of the batch last planned for; a batch replaces it when its lengths change
+        # the `made` dictionary of the last planned batch, which a batch replaces when its lengths
+        # change
         self.planned: Any = None
 
 

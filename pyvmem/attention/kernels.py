@@ -55,14 +55,14 @@ class _Kernel:
 
 
 def _tiles_before(device: torch.device) -> Reads:
-    """Returns reads that stop at the length but load the whole tile in which a window begins."""
+    """Returns `Reads` that stop at the length but load the whole tile where a window begins."""
     return Reads(before=191)
 
 
 def _fa2_reads(device: torch.device) -> Reads:
-    """Returns the reads of `_tiles_before` for tiles of 256 rows.
+    """Returns the `Reads` of `_tiles_before`, but for tiles of 256 rows.
 
-    FlashAttention-2 uses such tiles for decoding with a head_dim of up to 64.
+    FlashAttention-2 uses tiles of this size for decoding with a head_dim of up to 64.
     """
     return Reads(before=255)
 

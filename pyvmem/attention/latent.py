@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["UpProjections", "attend", "expands_from"]
 
-_ELEMENTS = 1 << 26  # limit on expanded elements at a time: heads are processed in blocks
+_ELEMENTS = 1 << 26  # maximum number of elements expanded at once; heads are processed in blocks
 
 
 class UpProjections(NamedTuple):

@@ -63,7 +63,7 @@ def forms_of(
         InvalidArgument: a layer has one tensor and `v_head_dim` is missing or larger than a row, or
             a window is wider than the cache keeps.
     """
-    if not hasattr(cache, "layer_views"):  # not isinstance: a ParallelKVCache qualifies, too
+    if not hasattr(cache, "layer_views"):  # not isinstance, so that a ParallelKVCache qualifies
         raise TypeError(f"cache: expected a KVCache, not {cache!r:.80}")
     pairs = cache.layer_views()
     if windows is not None and len(windows) != len(pairs):

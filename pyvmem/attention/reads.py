@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 __all__ = ["BLOCK", "EXACT", "Blocks", "Reads"]
 
 BLOCK = 32
-"""Rows in a block of FlashAttention-3's paged call.
+"""Rows per block in FlashAttention-3's paged call.
 
 With blocks that are not a multiple of its tile, it loads row by row up to ``seqused_k``, not by
 TMA. None of its tiles has 32 rows or fewer, for any head size; some have 64.
@@ -37,7 +37,7 @@ class Reads:
         return self.block - 1 + self.tile
 
     def end(self, length: int, longest: int) -> int:
-        """Returns the row at which all reads end, at most a slot's `longest` rows."""
+        """Returns the exclusive end of the rows that may be read, at most the slot's `longest`."""
         return min(-(-length // self.block) * self.block + self.tile, longest)
 
     def first(self, length: int, new: int, window: int) -> int:

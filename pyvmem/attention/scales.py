@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Scales for 8-bit keys and values, and quantization of rows.
 
-The value of a stored element is the element times its scale. Each layer has its scales, one per KV
-head or one for all, fixed when `Attention` is created: engines read them from a checkpoint. Query
-scales are computed on the device in each call: the largest element maps to the dtype's maximum.
+The value of a stored element is the element times its scale. Each layer has its own scales, one per
+KV head or one for all, fixed when `Attention` is created: engines read them from a checkpoint.
+Query scales are computed on the device in each call: the largest element maps to the dtype's
+maximum.
 """
 
 from __future__ import annotations

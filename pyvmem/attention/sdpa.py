@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["causal", "sdpa"]
 
-_SCORES = 1 << 26  # limit on the scores of a block of tokens
+_SCORES = 1 << 26  # maximum number of scores computed at once
 # matrix product with a float32 result, in torch 2.8 and later, on GPUs only
 _TO_FLOAT = hasattr(torch.ops.aten.bmm, "dtype")
 
@@ -38,10 +38,11 @@ def sdpa(
 def causal(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int = 0
 ) -> torch.Tensor:
-    """Attends from queries ``[requests, tokens, heads, dim]`` to rows ``[requests, rows, ...]``.
+    """Computes causal attention of each request's queries over its rows.
 
-    The last rows belong to the tokens. A token attends to the last `window` rows up to its own, or
-    to all of them if `window` is 0.
+    `q` is ``[requests, tokens, heads, dim]``; `k` and `v` are ``[requests, rows, ...]``. The last
+    rows belong to the tokens. A token attends to the last `window` rows up to its own, or to all of
+    them if `window` is 0.
     """
     new, rows, heads = q.shape[1], k.shape[1], q.shape[2]
     if new == 1 and k.shape[2] == 1:

@@ -106,7 +106,7 @@ def install() -> ModuleType:
 def configure(backend: str | None) -> None:
     """Sets the back end for the next `init_kvcache`.
 
-    None: the one in ``$VMEM_VATTENTION_BACKEND``, or "auto" if that is not set.
+    None selects the one in ``$VMEM_VATTENTION_BACKEND``, or "auto" if the variable is not set.
     """
     global _backend
     _backend = backend
@@ -302,7 +302,7 @@ def set_verbose(val: bool) -> None:
 
 
 def show_kvcache_config() -> None:
-    """Prints the cache's shape and sizes if verbose."""
+    """If verbose, prints the cache's shape and sizes."""
     with _lock:
         lines = _the().describe()
     if _verbose:
@@ -310,7 +310,7 @@ def show_kvcache_config() -> None:
 
 
 def show_allocator_state() -> None:
-    """Prints the number of free KV blocks and each id's length and pages if verbose."""
+    """If verbose, prints the number of free KV blocks and each id's length and pages."""
     with _lock:
         lines = _the().picture()
     if _verbose:

@@ -33,7 +33,7 @@ __all__ = ["Backing", "Growth", "Quota", "Release", "Workers"]
 _NONE, _MAPPED, _MAPPING, _UNMAPPING = range(4)  # states of a page
 _UNBACKED, _GROWING, _BACKED = range(3)  # states of a block
 _POLL = 0.05  # seconds between attempts to reserve the null block's memory
-_AGAIN = 1.0  # seconds within which an idle engine that is asked again frees twice as much
+_AGAIN = 1.0  # if asked again within this many seconds, an idle engine frees twice as much
 
 
 class Quota(Protocol):
@@ -253,8 +253,8 @@ class Backing:
     def _pages(self, kind: int, blocks: Any) -> tuple[Any, Any]:
         """Returns the pages that `blocks` touch in a class, and the index of each page's block.
 
-        A vectorized `Geometry.pages`. Pages are listed block by block: ascending blocks give
-        ascending pages.
+        A vectorized `Geometry.pages`. Pages are listed block by block, so they ascend if the blocks
+        ascend.
         """
         size, page = self.geometry.classes[kind].block_bytes, self.geometry.page_size
         first, end = blocks * size // page, ((blocks + 1) * size - 1) // page + 1
@@ -284,7 +284,7 @@ class Backing:
         if growth is not self._null:
             self._block_states[growth.blocks] = _GROWING
             self.unbacked -= len(growth.blocks)
-        # Count users before mapping: then, retiring a neighboring block cannot free a shared page.
+        # Count users before mapping, so that retiring a neighboring block frees no shared page.
         self._count(growth.blocks, 1)
         self._mark(growth.runs, _MAPPING)
         self.mapped_bytes += growth.nbytes
@@ -336,9 +336,9 @@ class Backing:
         return self._release(unused)
 
     def emptied_by(self, blocks: Iterable[int]) -> list[int]:
-        """Returns those of `blocks` whose retirement would free a page.
+        """Returns the members of `blocks` whose retirement would free a page.
 
-        Such a block touches a page that no backed block outside `blocks` uses.
+        Each of them touches a page that no backed block outside `blocks` uses.
         """
         each = np.fromiter(blocks, dtype=np.int64)
         found = np.zeros(len(each), dtype=bool)
@@ -407,8 +407,8 @@ class Backing:
     def owed(self, excess: int, now: float, idle: bool, floor: int) -> int:
         """Returns the bytes to free now, given the `excess` that the quota reports.
 
-        An idle engine that is asked again within a second frees twice as much as before. Otherwise
-        each request of the other engine would have to wait for memory.
+        An idle engine that is asked again within a second frees twice as much as before. If it
+        freed only what is needed, each request of the other engine would wait for memory.
 
         Args:
             excess: bytes to free, including those being unmapped.

@@ -15,7 +15,7 @@ and 16 GiB, so the threshold is 8 GiB.
 Since vLLM 0.32, all layers of a block may be contiguous (VLLM_KV_CACHE_LAYOUT=BLHNC or BLNHC). If
 such a block's size is a multiple of 2 MB, the block shares no large page with another: no prefix
 has to move, and one call maps the block. The pool does not request this layout: on a full H100 it
-makes each decode step 1.2 to 1.4 % longer, in stock vLLM as well
+makes each decode step 1.2 to 1.4 % longer, even in stock vLLM
 (results/logs/h100-vllm-layouts.log).
 """
 

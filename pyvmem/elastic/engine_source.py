@@ -73,7 +73,7 @@ class Source:
     def find(self, module: str, name: str) -> tuple[str, _Node] | None:
         """Returns the module and the node that define a name, or None.
 
-        For a member, base classes are searched, too.
+        A member is also looked up in the base classes.
         """
         owner, _, member = name.partition(".")
         for node in self._tree(module).body:

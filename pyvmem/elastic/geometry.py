@@ -167,7 +167,7 @@ class Geometry:
     def first_bytes(self, blocks: int) -> int:
         """Returns how many bytes the first `blocks` blocks need.
 
-        No other set of as many blocks needs fewer bytes.
+        Every other set of `blocks` blocks needs at least as many.
         """
         return sum(
             min(-(-blocks * one.block_bytes // self.page_size), self.num_pages(kind))

@@ -22,7 +22,7 @@ __all__ = ["IdleBlocks"]
 
 
 class IdleBlocks:
-    """The set of idle blocks; `take` removes those of the fullest groups first.
+    """The set of idle blocks; `take` hands out blocks of the fullest groups first.
 
     Args:
         unit: as `Geometry.group_unit`: block b belongs to group ``b * unit[0] // unit[1]``.

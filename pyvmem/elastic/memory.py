@@ -6,7 +6,7 @@ batch operation covers a run of pages in all of them.
 
 A page is unmapped only after all steps that were scheduled before its release, as they may access
 it. The scheduler passes the number of the last such step. Steps are launched in order on one
-stream, so an event recorded after that step's launch covers the earlier steps, too. Only libvmem's
+stream, so an event recorded after that step's launch also covers the earlier steps. Only libvmem's
 worker thread waits for the event.
 """
 
@@ -139,7 +139,7 @@ class KVMemory:
         self._spans: list[int] = []
         self._begins: list[int] = []  # offset of the first tensor of each class
         self._closed = False
-        self._users = 0  # number of running calls that need the memory
+        self._users = 0  # number of calls in progress that use the memory
         # the device's account; set if the scheduler is on another machine
         self.account: Account | None = None
         self.headroom = 0  # bytes of the device reserved for activations
@@ -218,7 +218,7 @@ class KVMemory:
     def _unmaps(self, runs: Sequence[Run]) -> OpBatch:
         ops = OpBatch(len(runs))
         for addr, size, count, stride in self._each(runs):
-            # With holes: a release that failed on another rank is repeated on this rank as well.
+            # If a release fails on any rank, all ranks repeat it, so this rank may find holes.
             ops.unmap(addr, size, count, stride, holes=True)
         return ops
 
@@ -277,9 +277,9 @@ class KVMemory:
             one.fence(self._stream)
 
     def finished(self) -> dict[int, str]:
-        """Returns the releases that finished since the last call, by number.
+        """Returns the releases that finished since the last call.
 
-        The value is ``""``, or the error message of a release that failed.
+        Maps each release's number to its error message, or to ``""`` if it succeeded.
         """
         with self._lock:
             still = []
@@ -406,7 +406,7 @@ class KVMemory:
         return free + self.context.stats().free_bytes - self.headroom
 
     def fingerprint(self) -> str:
-        """Returns a digest of the mapped pages, equal on ranks that map the same pages."""
+        """Returns a digest of the mapped pages, identical on ranks that map the same pages."""
         found = hashlib.sha256()
         at = 0
         while at < self._reservation.nbytes:

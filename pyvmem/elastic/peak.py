@@ -17,7 +17,7 @@ class Peak:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._noted: deque[tuple[float, int]] = deque()  # (time, number), numbers descending
+        self._noted: deque[tuple[float, int]] = deque()  # (time, number) by descending number
 
     def note(self, now: float, number: int) -> None:
         """Adds a number at time `now`, in seconds; times must not decrease."""

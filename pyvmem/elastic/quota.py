@@ -129,7 +129,10 @@ class Signals:
         self._heard = count()
 
     def arrived(self, lacks: bool) -> bool:
-        """Returns true if another engine asked for memory, or freed some that this one `lacks`."""
+        """Returns true if a new signal concerns this engine.
+
+        Another engine's request for memory does; memory that it freed does if this one `lacks` it.
+        """
         return self._differ(self._count(), lacks)
 
     def take(self, lacks: bool) -> bool:

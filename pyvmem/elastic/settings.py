@@ -54,7 +54,7 @@ def _seconds(text: str, name: str) -> float:
 
 @dataclass(frozen=True)
 class Settings:
-    """The values of the variables above, read once in each process. Sizes are in bytes.
+    """The values of the variables listed above, read once in each process. Sizes are in bytes.
 
     Attributes:
         backend: name of the back end; ``""`` to choose it by the engine's device.
@@ -177,7 +177,7 @@ class Settings:
         )
 
     def check_device(self, total: int) -> None:
-        """Checks limit and floor against `total`, the bytes of a device or of a rank's part of it.
+        """Checks the limit and the floor against `total`, the device's bytes per rank.
 
         Raises:
             ValueError: the limit or the floor exceeds `total`.

@@ -64,9 +64,9 @@ class _Queued:
 
 
 class Pending:
-    """A queued call on a request, as the request sees it.
+    """A request's record of a call that is queued on it.
 
-    It holds the future weakly; the queue keeps the future alive until the call has run.
+    Holds the call's future weakly; the queue keeps the future alive until the call has run.
 
     Attributes:
         made: true once the call has run.
@@ -129,7 +129,8 @@ class Background:
 
     def works_on(self, key: object) -> bool:
         """Returns true if a call on `key` is queued or running."""
-        # In this case, `begin` may have been interrupted before it started a thread.
+        # If calls are queued but none is running, `begin` may have been interrupted before it
+        # started a thread.
         if self._queue and not self._turn.locked():
             with suppress(RuntimeError):  # on failure, the next call's thread runs them
                 start_new_thread(self._work, ())
@@ -165,8 +166,8 @@ class Background:
     def _work(self, done: threading.Lock | None = None) -> None:
         """Runs queued calls, then releases `done`.
 
-        A future's callback may end this thread (`SystemExit`); each later call starts a thread
-        anyway.
+        If a future's callback ends this thread (`SystemExit`), the threads started for later calls
+        run the rest of the queue.
         """
         try:
             while True:

@@ -709,7 +709,7 @@ class RequestCache(Closable):
         """Returns the `Shortage` of a call that did not find enough memory or slots.
 
         The call would have grown slots to the `wanted` tokens, or created `count` requests of `new`
-        tokens that begin with `match`. `needed` is in bytes; None: it is computed from the tokens.
+        tokens that begin with `match`. `needed` is in bytes; None: computed from the tokens.
         """
         size = self.cache.memory.for_request
         if needed is None:
@@ -739,12 +739,12 @@ class RequestCache(Closable):
         return PriorWork(stream, self._device)
 
     def _clear(self, request: Request, blockers: Callable[..., waits.Blockers]) -> None:
-        """Waits, without the lock, for the blockers of a call on a request's slot."""
+        """Waits, without the lock, for what blocks a call on a request's slot."""
         if request._slot is not None:
             self.cache.internals.wait_before(partial(blockers, reqid=request._slot))
 
     def _clear_prefix(self, prefix: Prefix, stream: Any) -> None:
-        """Waits, without the lock, for the blockers of admitting a request with this prefix."""
+        """Waits, without the lock, for what blocks the admission of a request with this prefix."""
         blockers = partial(
             waits.before_prefix,
             tokens=prefix.match,

@@ -153,7 +153,7 @@ def advised(model: Model, policy: Policy, info: ContextInfo, memory: int) -> Adv
     Args:
         model: the model; the sliding windows, latents and kinds of its layers are taken into
             account.
-        policy: the policy; its `page_size` and `layers_per_tensor` are kept unless they are 0.
+        policy: the policy; a `page_size` or `layers_per_tensor` other than 0 is kept.
         info: the properties of the back end, which determine the page sizes and the cost of a map
             call.
         memory: bytes for keys and values.

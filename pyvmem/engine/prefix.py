@@ -31,7 +31,7 @@ class Generation(NamedTuple):
 
 @dataclass(eq=False)
 class Namespace:
-    """Identifies what rows depend on in addition to their tokens: an adapter, an image or a tenant.
+    """Identifies what rows depend on besides their tokens: an adapter, an image or a tenant.
 
     Created by `RequestCache.namespace`. A request never begins with another namespace's rows.
     Once closed, its rows are not matched again: a later namespace with the same name is a different

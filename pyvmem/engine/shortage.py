@@ -38,7 +38,7 @@ class Shortage:
 
     @property
     def never(self) -> bool:
-        """True if a request needs more than the whole cache: preempting others cannot help."""
+        """True if a request needs more than the whole cache, so preempting others cannot help."""
         return self.largest > self.limit
 
     @property

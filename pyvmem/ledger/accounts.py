@@ -228,8 +228,8 @@ class EngineInfo:
         pid: process id in the engine's own PID namespace.
         here: True if `pid` is in this process's namespace.
         limit, floor: the maximum that it may use, and the amount that others must leave for it.
-        least: the memory that it needs to run: for vLLM, one request of maximum length; for a
-            pyvmem cache, one page per tensor. A lower limit is rejected.
+        least: the memory that it needs to run (for vLLM, one request of maximum length; for a
+            pyvmem cache, one page per tensor). A lower limit is rejected.
         used: bytes granted; for an announced cache, bytes mapped.
         pending: the part of `used` not mapped yet.
         in_use: the part of `used` held by requests.
@@ -238,7 +238,7 @@ class EngineInfo:
         handles: driver mappings.
         want: bytes that its requests are short of.
         maps: map calls since the start; `waits`: steps that waited for a map call.
-        hits, queries: tokens found in the prefix cache, and looked up.
+        hits, queries: tokens found, and tokens looked up, in the prefix cache.
         sleeps: 1 if it accepts an order to sleep; `asleep`: 1 if it was ordered to sleep.
         host: its host memory for KV offloading or for prefixes; `host_cached`: the part in use.
         age: seconds since its last report.
@@ -417,8 +417,8 @@ class Ledger(Closable):
     def _forked(self) -> None:
         """Closes the file in a forked child, so that the parent's locks do not outlive the parent.
 
-        The mapping keeps the file open as well, so it is closed, too. The thread lock is replaced,
-        since another thread may have held it at the fork.
+        Also closes the mapping, which would otherwise keep the file open, and replaces the thread
+        lock, since another thread may have held it at the fork.
         """
         self._thread_lock = threading.RLock()
         if not self._map.closed:
@@ -500,8 +500,8 @@ class Ledger(Closable):
     def total_beside(self, word: str, but: str = "") -> int:
         """Sums a word over the engines of other devices with ledgers in the same directory.
 
-        Not atomic: engines of two devices may both read the sum before either adds to it. `but` is
-        a device to leave out.
+        Leaves out the device `but`. Not atomic: engines of two devices may both read the sum before
+        either adds to it.
         """
         total = 0
         for path in self.path.parent.glob("*.ledger"):
@@ -547,7 +547,7 @@ class Ledger(Closable):
     def _owned(self, slot: int) -> bool:
         """Returns true if another living process holds the slot.
 
-        The lock on this object's own slot does not show, so callers check `_mine`.
+        Cannot detect this object's own lock on its slot, so callers check `_mine`.
         """
         return self._lock_byte(1 + slot, fcntl.F_WRLCK, fcntl.F_OFD_GETLK) != fcntl.F_UNLCK
 
@@ -696,9 +696,9 @@ class Ledger(Closable):
 
     @contextlib.contextmanager
     def _joining(self, host: int) -> Iterator[int]:
-        """Yields the host memory of other devices' engines.
+        """Yields the host memory that other devices' engines hold.
 
-        It cannot grow until the ``with`` block ends.
+        The amount cannot grow until the ``with`` block ends.
         """
         if not host:
             yield 0
@@ -848,7 +848,7 @@ class Account:
     def end_pending(self, nbytes: int) -> None:
         """Marks bytes granted by `take` as no longer pending.
 
-        They were mapped, or else `give` will follow.
+        Called once they are mapped, or before `give` if they could not be mapped.
         """
         self._change(lambda: self._add("pending", -nbytes))
 
@@ -857,7 +857,7 @@ class Account:
         self._change(lambda: self.ledger.put(self.slot, "pending", self._get("used") - mapped))
 
     def give(self, nbytes: int, handles: int = 0) -> None:
-        """Gives the bytes and driver mappings of unmapped pages back."""
+        """Gives back the bytes and driver mappings of unmapped pages."""
 
         def change() -> None:
             self._add("used", -nbytes)

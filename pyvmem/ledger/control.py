@@ -3,7 +3,7 @@
 
     GET   /v1/engines             the engines of each device, as in `vmem top --json`
     GET   /v1/engines/NAME        the same for one engine, on every device that it uses
-    PATCH /v1/engines/NAME        {"limit": "20G", "floor": 0, "asleep": true}; any of them
+    PATCH /v1/engines/NAME        {"limit": "20G", "floor": 0, "asleep": true}, or some of these
     GET   /metrics                the same numbers for Prometheus
 
 Everything goes through the ledger: the server does not talk to engines, has no state, and may be

@@ -4,8 +4,8 @@
     announced = pyvmem.announce(cache, "my-engine")     # from now on, until the cache is closed
 
 A cache does not join by itself, because a library should not write files unasked. The ledger is
-shared with vLLM's engines (`pyvmem.ledger`), which then count the cache's memory as that of another
-engine. A thread writes the numbers four times a second; it holds the cache weakly, and stops when
+shared with vLLM's engines (`pyvmem.ledger`), which then count the cache's memory as another
+engine's. A thread writes the numbers four times a second; it holds the cache weakly, and stops when
 the cache is gone.
 
 An announced cache allocates memory without asking the ledger. A `Budget` created with a ledger asks

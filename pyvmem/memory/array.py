@@ -89,7 +89,7 @@ class VirtualArray:
         if max((*self.shape, *self.strides), default=0) > _MAX_DIM:
             self._bad("a number is above 2**63 - 1", limit=_MAX_DIM)
         # torch checks the element count regardless of strides, and deletes a capsule that it
-        # rejects; the capsule's owner would then delete it again.
+        # rejects; the capsule's owner would then delete it a second time.
         if math.prod(max(n, 1) for n in self.shape) * self.dtype.itemsize > _MAX_DIM:
             self._bad("its elements need more than 2**63 - 1 bytes", limit=_MAX_DIM)
 
@@ -120,7 +120,7 @@ class VirtualArray:
     def index_of(self, offset: int) -> tuple[int, ...] | None:
         """Returns the index of the element that contains byte `offset` of the reservation, or None.
 
-        If several elements overlap there, returns any of them.
+        If several elements overlap there, returns one of them.
         """
         rest, index = (offset - self.offset) // self.dtype.itemsize, [0] * len(self.shape)
         for axis in sorted(range(len(self.shape)), key=lambda axis: -self.strides[axis]):

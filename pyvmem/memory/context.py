@@ -72,7 +72,7 @@ class ContextRemains(Remains):
 
     Attributes:
         unclaimed: true if no caller holds anything in the context, so that it may be closed with
-            its contents. An object that owns its context sets this until its own first call.
+            its contents. An object that owns its context sets this until it is first used.
     """
 
     def __init__(self, owner: Context, made: Outcome) -> None:
@@ -302,7 +302,7 @@ class Context(AddressSpace, Closable):
         return pages
 
     def retain(self, addr: int, size: int) -> Pages:
-        """Returns a new handle to the pages mapped at a range, which must be fully mapped."""
+        """Returns a new handle to the pages mapped in a range, which must be fully mapped."""
         return self.gather(addr, size, 1, 0)
 
     def gather(
@@ -322,9 +322,9 @@ class Context(AddressSpace, Closable):
     # ---- batches -------------------------------------------------------------------------------
 
     def _ready(self, after: Iterable[Any]) -> tuple[tuple[Any, int], Sequence[Any]]:
-        """Prepares `after` for a blocking C call, as `after_items` does, but waits for descriptors.
+        """Waits for the descriptors in `after`, and converts it as `after_items` does.
 
-        The second result must be kept alive until the call returns.
+        Used for blocking C calls. The second result must be kept alive until the call returns.
         """
         if not after:
             return _native.AFTER_NONE, ()
@@ -340,7 +340,9 @@ class Context(AddressSpace, Closable):
         outcome: Outcome | None = None,
         waits: Waits | None = None,
     ) -> None:
-        """Runs the operations atomically, after the work in `after`: maps, then fills, then unmaps.
+        """Runs the operations atomically, after the work in `after`.
+
+        Maps run first, then fills, then unmaps.
 
         Args:
             ops: the operations; they are not changed and can be used again.
@@ -385,7 +387,7 @@ class Context(AddressSpace, Closable):
         Raises:
             OutOfMemory: too few pages; with `late`, the ticket fails instead.
             TooManyBatches: too many batches are unfinished.
-            TooManyTickets: too many live tickets have never been waited for.
+            TooManyTickets: there are too many live tickets that have never been waited for.
             NotGpuWork: an item of `after` does not name GPU work.
             InvalidArgument: the ticket is already used, or belongs to another context.
             VMemError: an operation is invalid; nothing changed.
@@ -431,7 +433,7 @@ class Context(AddressSpace, Closable):
             after: GPU work to wait for first, in this thread (see `after_items`).
 
         Returns:
-            The bytes returned to the driver.
+            The number of bytes returned to the driver.
 
         Raises:
             VMemError: a copy or a driver call failed; each slab is either returned or unchanged.
@@ -470,7 +472,7 @@ class Context(AddressSpace, Closable):
                 if not live:
                     before = self.is_open
                     self._closed, self.is_open = True, False  # no tensor can be created after this
-                    live = sum(one.live_arrays for one in self._known())  # created in the meantime
+                    live = sum(one.live_arrays for one in self._known())  # recount: some may be new
                 if live:
                     _native.fail(
                         errno.EBUSY,

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""The Triton kernel that copies scattered pieces; importing this needs Triton.
+"""The Triton kernel that copies scattered pieces; importing this module requires Triton.
 
 A piece consists of a source address, a destination address and a length. Addresses may be in plain
 reservations, which CUDA's own copies reject, or in page-locked host memory. A few thread blocks are
 enough: each keeps 32 KiB of loads in flight, and 8 of them saturate PCIe.
 """
 
-# Triton evaluates annotations. Therefore this module does not import them from __future__, and only
-# the constexpr parameters have one.
+# Triton evaluates annotations. Therefore this module does not import `annotations` from __future__,
+# and annotates only the constexpr parameters.
 import triton
 import triton.language as tl
 

@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 def tell() -> None:
     """Raises an error for a hole that the main thread has read.
 
-    Makes each other Python thread that has read a hole raise the error itself.
+    Makes every other Python thread that has read a hole raise an error of its own.
 
     Raises:
         NotMapped: the main thread, or a native thread, has read a hole.
@@ -74,7 +74,7 @@ def _leave(thread: int, read: Any) -> None:
     text, fields = _text(read), _fields(read)
 
     class Later(NotMapped):
-        """Becomes a `NotMapped` in the other thread, where Python calls it without arguments."""
+        """Creates a `NotMapped` in the other thread, where Python calls it without arguments."""
 
         def __new__(cls) -> NotMapped:  # type: ignore[misc]  # returns another class
             _holes.conceal()

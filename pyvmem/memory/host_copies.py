@@ -285,7 +285,7 @@ class _Streamed(Copy):
     def __init__(self, nbytes: int, begin: Any, end: Any, kept: Any) -> None:
         super().__init__(nbytes)
         self._begin, self._end = begin, end
-        self._kept = kept  # pinned descriptors of the pieces, which are copied to the device
+        self._kept = kept  # piece descriptors in pinned memory, copied to the device
 
     def ready(self) -> bool:
         return bool(self._end.query())
@@ -304,7 +304,7 @@ class StreamCopies:
         context: context of the KV tensors.
         to_host: True: copy to host memory; False: copy from it.
         device: a torch device.
-        thread_blocks: number of thread blocks of the kernel.
+        thread_blocks: number of thread blocks per kernel launch.
         after_current: whether copies wait for the work on torch's current stream; False if the
             caller has already waited.
 
@@ -349,14 +349,14 @@ class StreamCopies:
         import torch
 
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        # Copies to the device wait, too: a running step may still read the blocks' old contents.
+        # Copies to the device must also wait: a running step may still read the target blocks.
         if (after := after or self.now()) is not None:
             self.stream.wait_event(after)
         begin.record(self.stream)
         kept: Any = None
         try:
             kept = self._launch(split(pieces), 16)
-        except RuntimeError as error:  # torch's OutOfMemoryError is one, too
+        except RuntimeError as error:  # includes torch's OutOfMemoryError
             log.warning("vmem: falling back to libvmem for a copy: %s", str(error))
             self.stream.synchronize()
             by_library(self._context, pieces, self._to_host)

@@ -149,7 +149,9 @@ class ContextInfo:
 
 @dataclass(frozen=True)
 class Stats:
-    """Counters since open (calls, ns) and the current state (all other fields): struct vmem_stats.
+    """A context's counters and current state (struct vmem_stats).
+
+    Call counts and nanoseconds are totals since the context was opened.
 
     ``slab_bytes`` is ``used_bytes + free_bytes + quarantined_bytes``; an aliased page counts once
     in ``used_bytes`` and once per mapping in ``mapped_bytes``. ``dirty_bytes`` is the part of

@@ -15,7 +15,7 @@ from pyvmem.plumbing.validation import expect
 
 __all__ = ["OpBatch"]
 
-# The fields of struct vmem_op. One pack_into is three times faster than field assignments by cffi.
+# Fields of struct vmem_op. One pack_into is three times faster than assigning them through cffi.
 # `_check_layout` compares this layout with the compiler's.
 _FIELDS: Final = (
     *("op", "flags", "addr", "bytes", "count", "stride"),
@@ -141,13 +141,13 @@ class OpBatch:
             offset: first byte within `pages`.
             count: number of pieces.
             stride: bytes between the starts of pieces.
-            readonly: writes through this mapping are errors.
+            readonly: make writes through this mapping an error.
             consume: on success, drop the reference that `pages` holds; the mapping then owns the
                 pages.
-            replace: map over existing mappings, which must cover the whole range and lose their
-                references. `pages` must have been mapped before. GPU work must not access the range
-                during the batch, except on ``uvm`` if no large page is created or removed
-                (`vmem.h`, VMEM_OP_REPLACE).
+            replace: map over existing mappings, which must cover the whole range and whose
+                references are dropped. `pages` must have been mapped before. GPU work must not
+                access the range during the batch, except on ``uvm`` if no large page is created or
+                removed (`vmem.h`, VMEM_OP_REPLACE).
             offset_stride: bytes between the pieces' pages within `pages`; 0: `size`.
             split: with `replace`, split large entries that a piece covers partly. No GPU work may
                 access any part of such an entry's 2 MiB until the batch is finished.

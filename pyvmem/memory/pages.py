@@ -203,7 +203,7 @@ class Ticket:
     def _ask(self, timeout_ns: int) -> bool:
         """Waits up to `timeout_ns`; returns true if the result is known.
 
-        If an exception interrupts it, it may be called again.
+        May be called again if an exception interrupted it.
         """
         if self._result is None:
             try:
@@ -278,8 +278,8 @@ class Ticket:
 def drop_forgotten(vm: int, numbers: deque[int]) -> None:
     """Drops tickets whose objects were garbage-collected before the result was known."""
     while numbers:
-        # Other threads may run this, too: a number is removed only after its ticket is dropped, so
-        # no ticket is missed.
+        # Several threads may run this loop at once. A number is removed only after its ticket is
+        # dropped, so no ticket is missed.
         try:
             number = numbers[0]
             _native.ticket_drop(vm, number)

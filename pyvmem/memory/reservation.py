@@ -290,8 +290,8 @@ class Reservation(Closable):
                 )
         flags = _UNMAP if unmap else 0
         try:
-            # Only one thread at a time may call this: `outcome` says whether the reservation is
-            # already freed.
+            # Only one thread at a time may call `free`, since `outcome` tells it whether the
+            # reservation is already freed.
             with self._ending:
                 _native.free(self._context.handle, self.addr, flags, outcome=outcome)
         except VMemError:

@@ -20,7 +20,7 @@ _LARGE_READ = 64 << 20
 
 
 class AddressSpace:
-    """The methods of `Context` that need nothing but libvmem's context handle."""
+    """The methods of `Context` that need only libvmem's context handle."""
 
     handle: int
     """libvmem's context (vmem_t)."""

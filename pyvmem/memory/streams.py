@@ -133,8 +133,8 @@ class KeptEvents:
     def keep(self, ticket: Ticket, events: list[Any]) -> None:
         """Keeps the events from `after_items` for a batch that will be submitted with `ticket`.
 
-        Drops entries of finished batches. The ticket is kept, too: without libvmem's ticket, it is
-        impossible to tell whether the batch has finished.
+        Drops entries of finished batches. Also keeps the ticket, since only libvmem's ticket can
+        tell whether the batch has finished.
         """
         with self._lock:
             kept = self._kept
@@ -142,7 +142,7 @@ class KeptEvents:
             # not block the others.
             for one in list(islice(kept, 2)):
                 if one[0]._over():
-                    with suppress(ValueError):  # a finalizer's call may have removed it
+                    with suppress(ValueError):  # a finalizer's `keep` may have removed it
                         kept.remove(one)
                 else:
                     kept.rotate(-1)
@@ -211,7 +211,7 @@ class Work(NamedTuple):
     Attributes:
         kind: stream, event or descriptor.
         library: ``"torch"``, ``"cuda.core"``, or ``""`` for another library's stream.
-        handle: CUstream, CUevent (0: never recorded) or descriptor; 0 for the current stream.
+        handle: CUstream, CUevent (0 if never recorded) or descriptor; 0 for the current stream.
         source: the object itself.
     """
 
@@ -239,7 +239,7 @@ def work_of(given: Any, what: str = "stream") -> Work:
         what: the name of the caller's argument, for the error.
 
     Raises:
-        NotGpuWork: the object is not in that list. Raised on ``host``, too.
+        NotGpuWork: the object is not in that list. This is also checked on ``host``.
         InvalidArgument: the descriptor of an `FdEvent` is negative or too large.
     """
     if given is None or given is CurrentStream:
@@ -306,7 +306,7 @@ def stream_handle(stream: Any, device: int | None) -> int:
             the handle is always 0.
 
     Raises:
-        NotGpuWork: `stream` is not a stream; events are rejected, too.
+        NotGpuWork: `stream` is not a stream; an event is not accepted either.
     """
     work = work_of(stream)
     if not work.is_stream:
@@ -429,7 +429,8 @@ def wait_readable(fd: int, wanted: Callable[[], bool] = lambda: True) -> None:
 def wait_after(after: Iterable[Any], wanted: Callable[[], bool]) -> None:
     """Waits for the descriptors in an ``after`` argument, so that the next C call need not.
 
-    A signal could not interrupt the C call. `wanted` is as for `wait_readable`.
+    Unlike this function, the C call cannot be interrupted by a signal. `wanted` is as for
+    `wait_readable`.
     """
     works = [work_of(item, "after") for item in after]
     for work in works:

@@ -125,7 +125,7 @@ Shape = LayerShape | StateShape | EmptyShape
 
 
 class LayerClass(NamedTuple):
-    """A class of tensors with the same row size and window, which one `KVCache` holds."""
+    """A class of tensors that share a row size and a window; one `KVCache` holds them."""
 
     num_kv_heads: int
     head_dim: int
@@ -135,7 +135,7 @@ class LayerClass(NamedTuple):
     dtype: str = ""
 
     def fields(self) -> dict[str, Any]:
-        """Returns the `KVCacheConfig` fields except the number of layers and an empty dtype."""
+        """Returns `KVCacheConfig` fields, except the number of layers and an empty dtype."""
         fields = self._asdict()
         return fields if self.dtype else {k: v for k, v in fields.items() if k != "dtype"}
 
