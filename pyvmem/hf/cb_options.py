@@ -84,7 +84,7 @@ class Options:
         self.check()
 
     def check(self, layers: Sequence[LayerShape] = ()) -> None:
-        """Checks the options against `layers`, or only what holds for all models if it is empty."""
+        """Checks the options for `layers`; without layers, applies only rules for all models."""
         check_arguments(self.kvcache, GIVEN, layers, self.context, self.backend)
 
 

@@ -78,7 +78,7 @@ class _Transfers:
 
 
 def _ranks() -> tuple[Ranks, bool, int]:
-    """Returns the engine's ranks, whether this is the first rank, and its ledger identity."""
+    """Returns the engine's ranks, whether this is the first one, and this rank's identity."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()

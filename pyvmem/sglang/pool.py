@@ -92,7 +92,7 @@ def join(
         unique: whether to fail if the name is taken, instead of appending a number to it.
         ranks: the engine's ranks; None for a single rank.
         first: true for the first rank.
-        identity: the engine's identity in the ledger; 0 for a random identity.
+        identity: the rank's identity in the ledger; 0 for a random identity.
 
     Raises:
         ValueError: the limit is too small or exceeds the device's memory.
@@ -350,7 +350,7 @@ class PagePool:
         return self._finish(growth) >= count
 
     def _finish(self, growth: Growth) -> int:
-        """Records a growth, which fails unless it succeeded on all ranks; returns its page count."""
+        """Records a growth, which fails unless all ranks succeeded; returns its page count."""
         if growth.runs and not self.ranks.alone:
             (every,) = self.ranks.least(growth.failure is None)
             if growth.failure is None and not every:

@@ -121,7 +121,8 @@ class ElasticEngine:
         self._most_ahead = min(limit // 8 // geometry.block_bytes, _MOST_RESERVE)
         self._ahead = self.reserve_blocks  # number of idle blocks that the keeper maintains
         self._batch = self.reserve_blocks // 2  # refill when this many idle blocks are missing
-        self._largest, self._largest_at = 0, 0.0  # blocks that a recent step took, and when
+        # the number of blocks that the largest recent step took, and when it took them
+        self._largest, self._largest_at = 0, 0.0
         # all three describe the step being scheduled
         self._taken, self._waited, self._lacked = 0, False, False
         self._denied = False  # a request for memory failed in this step
