@@ -20,7 +20,7 @@ __all__ = ["Ancestry"]
 
 
 class Ancestry:
-    """Tracks the number of equal leading tokens for any two rows of a layer.
+    """Tracks how many leading tokens each pair of rows in a layer has in common.
 
     Args:
         count: number of rows; at first they share nothing.
@@ -34,7 +34,7 @@ class Ancestry:
         """Records that row i continues from row ``source[i]``; all rows have `length` tokens.
 
         Returns:
-            The index of the first token that must be copied in any row; `length` if there is none.
+            The index of the first token that any row must copy; `length` if no row must copy any.
         """
         old = self._common
         first = length

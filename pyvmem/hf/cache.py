@@ -70,8 +70,8 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
             `DynamicCache`. Some code needs them because it calls `view`: a token's heads are
             adjacent in this cache, so `view` cannot merge batch and heads. None: copy only for
             model types in transformers that need it, and for code from the Hub
-            (``trust_remote_code``), which cannot be checked. Pass False for such code if it needs
-            no copies, True for your own code if it does.
+            (``trust_remote_code``), which cannot be checked. Pass False if code from the Hub needs
+            no copies, and True if your own code needs them.
         **options: other fields of `pyvmem.KVCacheConfig`, such as ``page_size`` and
             ``memory_limit``.
 

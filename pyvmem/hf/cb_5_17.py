@@ -46,10 +46,10 @@ class SlotCache(SlotCacheBase):
 
     @classmethod
     def check(cls, options: Options, config: Any, tensor_parallel: int = 1) -> None:
-        """Rejects what `SlotCacheBase.check` rejects, and models whose layers differ.
+        """Rejects models as `SlotCacheBase.check` does, and also models whose layers differ.
 
         Raises:
-            NotSupported: see `SlotCacheBase.check`; or layers differ in row size or window.
+            NotSupported: as in `SlotCacheBase.check`, or the layers differ in row size or window.
         """
         super().check(options, config, tensor_parallel)
         if len(classes_of(kept_shapes(options, config))[0]) > 1:
@@ -68,18 +68,18 @@ class SlotCache(SlotCacheBase):
         return n_blocks if self.requests.hold(request_id, total) else None
 
     def blocks_needed(self, num_requested_blocks: int, allocated_blocks: int) -> int:
-        """Returns how many tokens the missing pages can hold."""
+        """Returns how many tokens fit on the pages that the request still needs."""
         pages_for = self.requests.parts[0].layout.pages_for
         return self._page_tokens * (
             pages_for(allocated_blocks + num_requested_blocks) - pages_for(allocated_blocks)
         )
 
     def blocks_in_use(self, request_id: str) -> int:
-        """Returns how many tokens a request's pages can hold."""
+        """Returns how many tokens fit on the request's pages."""
         return self._page_tokens * self.requests.granted(request_id)
 
     def get_num_free_blocks(self) -> int:
-        """Returns how many tokens the pages still available to requests can hold."""
+        """Returns how many tokens fit on the pages that are still available to requests."""
         return self._page_tokens * (self.requests.pages()[0] // self._tensors)
 
     def free_blocks(self, request_id: str) -> None:

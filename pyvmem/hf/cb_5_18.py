@@ -85,7 +85,7 @@ class SlotCache(SlotCacheBase):
         return self.requests.hold(state.request_id, total)
 
     def count_storable_requests(self, list_blocks_needed: list[dict[str, int]]) -> int:
-        """Returns how many of the requests, taken in order, can get their missing pages."""
+        """Returns how many of the requests, in order, can get all the pages that they need."""
         free = self.requests.pages()[0]
         for count, needed in enumerate(list_blocks_needed):
             free -= sum(needed.values())
@@ -127,7 +127,7 @@ class SlotCache(SlotCacheBase):
     def prepare_fork_request(
         self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: Any
     ) -> list[str]:
-        """Forks as many children as fit, and returns their ids; adds nothing to the copies."""
+        """Forks as many children as fit; returns their ids. `copy_src_and_dst` stays empty."""
         forked: list[str] = []
         for child in dst_req_ids:
             if not self.requests.fork(src_state.request_id, child, src_state.current_len()):

@@ -40,7 +40,7 @@ class SlotCacheBase:
         requests: the requests and their slots.
         token_bytes: bytes per token over all tensors.
         tokens: the cache's capacity in tokens.
-        max_batch_tokens: maximum tokens in a forward pass.
+        max_batch_tokens: maximum number of tokens in a forward pass.
         use_prefix_sharing, allow_block_sharing: whether prompts are recorded for other requests.
         max_blocks_per_request: 0, which disables the paged kernel for decoding.
     """

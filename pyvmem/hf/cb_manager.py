@@ -39,7 +39,7 @@ _api: Any = continuous_api
 _Manager: Any = _api.ContinuousBatchingManager
 _StockCache: Any = _api.PagedAttentionCache
 
-# `_building.cache` is a function that creates our cache, set while a manager of ours is being built
+# `_building.cache` creates the cache of the manager that is being built, if it is one of ours.
 _building = threading.local()
 _options_for: Callable[[Any], Options | None] | None = None
 _slot_cache: Any = None
@@ -60,7 +60,7 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Computes attention over the slots, as transformers calls it for a layer.
+    """Computes a layer's attention over the slots; transformers calls this function.
 
     Takes queries ``[1, heads, tokens, head_dim]`` and returns ``[1, tokens, ...]``.
 
@@ -114,7 +114,7 @@ def _guard(scheduler: Any, requests: NamedRequests) -> None:
         add(state)
         for number in range(alone):
             answer = state.create_equivalent_initial_request()
-            # how transformers names forks
+            # transformers names forks like this
             answer.request_id = f"{state.request_id}__child#{number}"
             add(answer)
 
@@ -129,7 +129,7 @@ def _adapters(model: Any) -> tuple[str, ...] | None:
 
 
 class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
-    """transformers' manager; uses slots for models for which the plug-in is installed."""
+    """transformers' manager, which uses slots if the plug-in is installed for the model."""
 
     def __init__(
         self,

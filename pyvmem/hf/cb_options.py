@@ -84,7 +84,7 @@ class Options:
         self.check()
 
     def check(self, layers: Sequence[LayerShape] = ()) -> None:
-        """Checks the options against layers; without layers, only rules common to all models."""
+        """Checks the options for `layers`; without layers, applies only rules for all models."""
         check_arguments(self.kvcache, GIVEN, layers, self.context, self.backend)
 
 
@@ -259,7 +259,7 @@ def make_requests(
 
 
 def _free(context: Context | None, backend: str, ordinal: int | None) -> int:
-    """Returns the bytes available to a cache, in the context or in a new one of this back end."""
+    """Returns the bytes available to a cache in `context`, or in a new one if it is None."""
     if context is not None:
         return free_bytes(context)
     with Context(backend, device=ordinal or 0) as opened:

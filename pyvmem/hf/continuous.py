@@ -130,7 +130,7 @@ def install(
 
 
 def uninstall(model: Any = None) -> None:
-    """Reverts `install` for a model; does nothing if not installed."""
+    """Reverts `install` for a model; does nothing if the plug-in is not installed."""
     global _default
     with _lock:
         if model is None:

@@ -148,7 +148,7 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
 
     @property
     def tokens(self) -> int:
-        """The number of tokens per row that need pages, the same as `get_seq_length`."""
+        """The number of tokens per row that need pages; the same number as `get_seq_length`."""
         return self._length
 
     def get_max_length(self) -> int:
@@ -160,9 +160,9 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         """Drops the last ``-tokens_to_remove`` tokens; their pages remain mapped.
 
         Raises:
-            InvalidArgument: the number is positive; in some layer, the window of the remaining
-                tokens begins in freed rows (`KVCacheConfig.window_tile`); or other layers have a
-                state.
+            InvalidArgument: `tokens_to_remove` is positive; in some layer, the window of the
+                remaining tokens begins in freed rows (`KVCacheConfig.window_tile`); or
+                other layers have a state.
         """
         if tokens_to_remove > 0:
             raise invalid(
@@ -231,6 +231,6 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
 
 
 def _fits(new: torch.Tensor, rows: torch.Tensor) -> bool:
-    """Returns true if ``[batch, num_kv_heads, any, head_dim]`` fits into a layer's tensor."""
+    """Returns true if `new` can be stored in `rows`: same heads, dtype and device."""
     same = (new.shape[1], new.shape[3]) == rows.shape[2:]
     return same and (new.dtype, new.device) == (rows.dtype, rows.device)

@@ -54,7 +54,7 @@ class _Request:
 
     Attributes:
         request: the cache's request object.
-        tokens: number of tokens for which it has pages.
+        tokens: number of tokens for which the request has pages.
         valid: number of rows whose keys and values have been computed.
         ids: a function that returns the token ids of at least the valid rows; it is called when
             rows are recorded.
@@ -182,12 +182,12 @@ class NamedRequests:
         return True
 
     def _namespace(self) -> Namespace | None:
-        """Returns the namespace of a request that is admitted now."""
+        """Returns the namespace for a request that is being admitted."""
         name = self.namespace()
         return None if name is None else self._cache.namespace(name)
 
     def longest(self) -> int:
-        """Returns the length in tokens of the longest request that a slot and memory can hold."""
+        """Returns the length in tokens of the longest request that fits in a slot and in memory."""
         total = self.pages()[1]
         if self._pages_of(self.max_seq_len) <= total:
             return self.max_seq_len
@@ -199,7 +199,7 @@ class NamedRequests:
         return sum(one.pages_for(tokens) * one.num_tensors for one in layouts)
 
     def pages(self) -> tuple[int, int]:
-        """Returns the number of physical pages still available to requests, and the total."""
+        """Returns how many physical pages requests can still get, and how many exist in total."""
         free, total = self.kvcache.memory.obtainable()
         return free // self._page, total // self._page
 

@@ -28,8 +28,8 @@ class NextBatch:
     """Collects requests for `NamedRequests` by name, then turns them into a batch of slots.
 
     Attributes:
-        queued: for each request, its name, its tokens already present, and its new tokens; `begin`
-            empties the list.
+        queued: the name of each request, with its numbers of past and new tokens; `begin` empties
+            the list.
     """
 
     def __init__(self, cache: RequestCache, attention: Attention) -> None:
@@ -64,8 +64,8 @@ class NextBatch:
             VMemError: as for `RequestCache.extend`.
         """
         cache = self._cache
-        # Each answer to a forked prompt computes the prompt's last token, so the prompt itself may
-        # have no token in this batch.
+        # A forked prompt's last token is computed by each answer, so the prompt itself may have no
+        # token in this batch.
         queued, self.queued = [one for one in self.queued if one[2]], []
         lengths = {one: max(count, one.length) for one, count in tokens.items()}
         if cache.extend(lengths, stream) is not None:

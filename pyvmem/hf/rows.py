@@ -42,7 +42,7 @@ uncompiled = apart(
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of a `VMemCache`. The other dimensions follow from the first keys.
+    """The arguments of a `VMemCache`. All other dimensions come from the first keys.
 
     Attributes:
         text: the language model's configuration.
@@ -133,7 +133,7 @@ class Rows:
         self.shapes: list[Shape] = []
         self.handed: list[Handed | None] = []
         self.count = 0
-        self._taken = 0  # slots that may be in use; exceeds `count` after an interrupted call
+        self._taken = 0  # slots that may be in use: more than `count` after an interrupted call
         self.length = 0
         self._held = 0  # the rows' length in the KV cache; a crop does not reduce it
         self.layers: list[Any] = []  # the VMemCache's layers, which hold the cache's tensors
@@ -262,7 +262,7 @@ class Rows:
         """Returns a layer's first row that every slot holds and that no later step frees.
 
         Rows before the window and its tile may still be mapped, but the next step that frees pages
-        may free them: it places the window by the largest length so far.
+        may free them, because it places the window by the largest length so far.
         """
         part, shape = self._part(layer), self.shapes[layer]
         window = shape.window if isinstance(shape, LayerShape) else 0
@@ -358,7 +358,7 @@ class Rows:
         return self._where[2]
 
     def settle(self) -> None:
-        """Frees rows that no layer uses any more; a layer calls this after it may drop rows."""
+        """Frees rows that no layer uses any more; a layer calls this when it may drop rows."""
         if self.cache is None:
             return
         layers = [layer for layer in self.layers if layer.is_initialized]
@@ -375,7 +375,7 @@ class Rows:
         if not count:
             self._held = 0
             for part in self.parts:
-                part.drop()  # also frees the autograd graph of their contents
+                part.drop()  # also frees the autograd graph behind the tensors' contents
         while self._taken > count:
             if self.cache.slots.is_taken(self._taken - 1):
                 self.cache.free_reqid(self._taken - 1)

@@ -103,7 +103,7 @@ def _named(app: Any, theirs: Sequence[str]) -> bool:
     command = app.commands["serve"]
     try:
         found = command.make_context("serve", list(theirs)).params
-    except Exception:  # an error of click or of typer's copy of it; `serve` reports it itself
+    except Exception:  # an error from click or from typer's copy of it; `serve` itself reports it
         return True
     return bool(found.get("force_model", True))
 

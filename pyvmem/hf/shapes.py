@@ -34,7 +34,7 @@ Handed = tuple[int, int, int]
 
 
 def handed_over(key: Any, value: Any) -> Handed:
-    """Returns the head count and sizes of keys and values ``[batch, num_kv_heads, any, head_dim]``.
+    """Returns the head count and head sizes of ``[batch, num_kv_heads, any, head_dim]``.
 
     Raises:
         InvalidArgument: keys and values have different numbers of heads.
@@ -128,12 +128,12 @@ def stored_shapes(
 def _stored_rows(
     rows: list[LayerShape], layer: int, mine: LayerShape, given: Handed
 ) -> Callable[[LayerShape], tuple[LayerShape, Handed]]:
-    """Returns a function that maps a layer's configured shape to what it stores and is passed.
+    """Returns a function that maps a configured shape to the shapes stored and passed.
 
     Args:
         rows: the shapes of all layers with keys and values.
-        layer, mine, given: a layer, its entry in the configuration, and the shape of the data it is
-            passed.
+        layer, mine, given: index of a layer, its shape in the configuration, and the shape of the
+            data that the model passes to it.
     """
     heads, wide, values = given
     latent = mine.v_head_dim == 0

@@ -78,7 +78,7 @@ class _Transfers:
 
 
 def _ranks() -> tuple[Ranks, bool, int]:
-    """Returns the engine's ranks, whether this is the first rank, and its ledger identity."""
+    """Returns the engine's ranks, whether this is the first one, and this rank's identity."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
@@ -222,9 +222,9 @@ class _Allocator:
         return int(tree_cache.evictable_size()) // self.page_size
 
     def count_waiting(self, scheduler: Any) -> int:
-        """Returns the number of pages that a scheduler's queue needs beyond the evictable ones.
+        """Returns how many pages the queued requests need in addition to the evictable pages.
 
-        The cached prefix of a request needs no pages if SGLang has already looked it up.
+        A request's cached prefix needs no pages if SGLang has already looked it up.
         """
         lengths = (
             request.seqlen + 1 - request.prefix_len
@@ -291,7 +291,7 @@ class _Allocator:
 
 
 def evict(tree_cache: Any, tokens: int) -> None:
-    """Evicts prefixes of `tokens` tokens from SGLang's cache, least recently used first."""
+    """Evicts prefixes with `tokens` tokens from SGLang's cache, least recently used first."""
     if tokens > 0 and tree_cache is not None and tree_cache.supports_prefix_sharing():
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
@@ -336,7 +336,7 @@ class _Budget:
     def check_prefill(
         self, *, extend_input_len: int, total_tokens: float, **rest: Any
     ) -> tuple[bool, int | None]:
-        """Backs a request's pages if it fits. Returns whether it does, and SGLang's chunk limit.
+        """Backs a request's pages if it fits. Returns whether it fits, and SGLang's chunk limit.
 
         Overrides `PrefillBudget.check_prefill`.
         """
@@ -353,7 +353,7 @@ class _Budget:
         return False, None
 
     def can_allocate_prefill(self, *, paged_input: int, **rest: Any) -> bool:
-        """Backs the pages of `paged_input` tokens if they fit; returns whether they do.
+        """Backs pages for `paged_input` tokens if they fit; returns whether they fit.
 
         Overrides `PrefillBudget.can_allocate_prefill`.
         """

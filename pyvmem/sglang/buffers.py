@@ -36,7 +36,7 @@ def memory_of(pool: Any) -> tuple[KVMemory, Settings, str, bool]:
 
 
 def _tensors(pool: Any) -> tuple[dict[str, tuple[int, ...]], int]:
-    """Returns a layer's tensor shapes by the pool's attribute names, and the rows per page."""
+    """Returns the shape of each tensor of a layer, by attribute name, and the rows per page."""
     if type(pool).__name__ == "MLATokenToKVPool":
         shape = (pool.size + pool.page_size, 1, pool.kv_cache_dim)
         return {"kv_buffer": shape}, pool.page_size

@@ -40,7 +40,7 @@ _checked: list[bool] = []
 
 
 def _around(target: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates a hook that runs instead of `target` and gets the original as first argument."""
+    """Decorates a hook that replaces `target` and gets the original as its first argument."""
 
     def keep(hook: Callable[..., Any]) -> Callable[..., Any]:
         def checked(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -139,7 +139,7 @@ def _begin_pool(original: Any, pool: Any, *args: Any, **kwargs: Any) -> Any:
 @_around("mem_cache.memory_pool.MLATokenToKVPool._create_buffers")
 @_around("mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal")
 def _make_buffers(original: Any, pool: Any) -> None:
-    """Creates the KV tensors on the pool's memory instead of SGLang's."""
+    """Creates the KV tensors on the pool's memory instead of SGLang's own memory."""
     from sglang.srt.runtime_context import attention_backends, get_server_args
 
     from pyvmem.sglang.buffers import place_tensors
@@ -176,7 +176,7 @@ def _make_allocator(original: Any, configurator: Any, **kwargs: Any) -> Any:
 
 @_around("managers.scheduler.Scheduler._poll_timeout_aborts")
 def _send_state(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Adds rank 0's `RoundState` to the aborts that it broadcasts with the requests."""
+    """Adds a `RoundState` to the aborts that rank 0 broadcasts with the requests."""
     found = original(scheduler, *args, **kwargs)
     pool = scheduler.token_to_kv_pool_allocator.pool
     if pool.ranks.alone:
@@ -209,7 +209,7 @@ def _tick(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     again = allocator.pool.tick(
         lambda: allocator.evictable(tree), lambda pages: evict(tree, pages * allocator.page_size)
     )
-    # SGLang sets this if a request did not fit, and then admits none until a running one finishes
+    # SGLang sets this flag if a request does not fit, and then admits none until one finishes.
     if again:
         scheduler.running_batch.batch_is_full = False
     return found
@@ -227,7 +227,7 @@ def _headroom(device: Any) -> int:
 
 @_around("managers.scheduler.Scheduler.run_batch")
 def _run(original: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Marks a step's launch, so that pages released later are unmapped after its work."""
+    """Marks a step's launch, so that pages released later are unmapped after the step."""
     import torch
 
     allocator = scheduler.token_to_kv_pool_allocator

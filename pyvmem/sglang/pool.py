@@ -16,7 +16,7 @@ mapping and unmapping under a steady load, it keeps enough idle pages for the re
 `VMEM_RESERVE` bytes; a thread of the pool maps them while steps run.
 
 With tensor parallelism, each rank has a pool. All ranks make the same calls, and every decision
-depends only on state that is equal on all of them (`ranks`).
+depends only on state that is the same on all of them (`ranks`).
 """
 
 from __future__ import annotations
@@ -81,18 +81,18 @@ def join(
     first: bool = True,
     identity: int = 0,
 ) -> Quota:
-    """Opens a rank's account in the ledger of its device; without a ledger, returns a `LocalQuota`.
+    """Opens a rank's account in its device's ledger; without a ledger, returns a `LocalQuota`.
 
     The first rank joins first, so it gets `name` even if other ranks are on the same device.
 
     Args:
-        memory: memory of the rank.
-        settings: settings of the engine.
-        name: name of the engine in the ledger.
+        memory: the rank's memory.
+        settings: the engine's settings.
+        name: the engine's name in the ledger.
         unique: whether to fail if the name is taken, instead of appending a number to it.
-        ranks: ranks of the engine; None for a single rank.
+        ranks: the engine's ranks; None for a single rank.
         first: true for the first rank.
-        identity: identity in the ledger; 0 for a random one.
+        identity: the rank's identity in the ledger; 0 for a random identity.
 
     Raises:
         ValueError: the limit is too small or exceeds the device's memory.
@@ -140,19 +140,19 @@ class PagePool:
     """The KV pages of a rank. An SGLang page is a block of `memory`; page 0 is always mapped.
 
     Args:
-        memory: memory of the KV tensors, with page 0 mapped.
-        quota: quota of this rank; grants bytes before they are mapped.
-        settings: settings of the engine.
-        ranks: ranks of the engine; None for a single rank.
+        memory: the KV tensors' memory, with page 0 mapped.
+        quota: this rank's quota, which grants bytes before they are mapped.
+        settings: the engine's settings.
+        ranks: the engine's ranks; None for a single rank.
 
     Attributes:
         allocated: number of pages handed out.
-        short: true if a request is short of memory and the ledger shows it.
+        short: true if a request is short of memory and the ledger shows the shortage.
         admits: true if requests may be admitted.
         waits: number of growths that steps have waited for.
-        hits, queries: number of tokens found in the prefix cache, and number looked up.
-        count_waiting: a function that returns how many pages queued requests need beyond the
-            evictable ones.
+        hits, queries: number of tokens found in the prefix cache, and number of tokens looked up.
+        count_waiting: a function that returns how many pages queued requests need in addition to
+            the evictable pages.
 
     Raises:
         RuntimeError: the ranks have different KV tensors or settings.
@@ -213,7 +213,7 @@ class PagePool:
         return self._pages_in(room, self.geometry.num_blocks - 1)
 
     def _pages_in(self, room: int, most: int) -> int:
-        """Returns how many pages, up to `most`, `room` bytes can back in the worst case."""
+        """Returns how many pages `room` bytes can back in the worst case, at most `most`."""
         if self._bytes_for(most) <= room:
             return most
         low, high = 0, most  # invariant: low fits, high does not
@@ -257,7 +257,7 @@ class PagePool:
         lacks = count - self.ready
         if lacks > 0 and now >= self._refused + _BACKOFF:
             if not self.ranks.alone:
-                self.quota.pressure()  # makes the ranks agree on current numbers
+                self.quota.pressure()  # the ranks agree on the current numbers
             # Back more than needed, so that the step's other requests need no calls of their own.
             if not self._back(lacks + self._ahead):
                 self._refused = now
@@ -274,7 +274,7 @@ class PagePool:
     def ask(self, count: int) -> None:
         """Posts to the ledger, for other engines, that a request is short of `count` pages.
 
-        The posted bytes include the shortage of the requests queued behind it and the pages to map
+        The posted bytes include what the requests queued behind it lack and the pages to map
         ahead; otherwise each request in turn would wait for other engines. They also include the
         engine's room, as the ledger counts only bytes beyond the room as a shortage.
         """
@@ -350,7 +350,7 @@ class PagePool:
         return self._finish(growth) >= count
 
     def _finish(self, growth: Growth) -> int:
-        """Records a growth, which fails unless all ranks succeeded; returns its new pages."""
+        """Records a growth, which fails unless all ranks succeeded; returns its page count."""
         if growth.runs and not self.ranks.alone:
             (every,) = self.ranks.least(growth.failure is None)
             if growth.failure is None and not every:
@@ -425,7 +425,7 @@ class PagePool:
             self._answer_call()
 
     def _is_called(self, now: float) -> bool:
-        """Returns true if another engine asked for memory, or freed some and this one is short."""
+        """Returns true if another engine needs memory, or freed some while this one is short."""
         return now >= self._ticked + _LOOK and self._signals.take(self.short)
 
     def _answer_call(self) -> None:

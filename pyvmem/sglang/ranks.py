@@ -2,8 +2,9 @@
 """Makes an engine's ranks agree, because their schedulers must make the same decisions.
 
 SGLang has a scheduler on each tensor-parallel rank. All receive the same requests in each round and
-then decide independently, so all inputs of a decision must be equal. Most are: free pages, pages of
-a request, prefixes. The ranks agree on the remaining inputs, always at the same point of a round:
+then decide independently, so a decision must have the same inputs on every rank. Most inputs are
+the same anyway: free pages, a request's pages, prefixes. The ranks agree on the others, always at
+the same point in a round:
 
     bytes that device and ledger allow      the minimum over all ranks
     result of a growth                      success if all ranks succeeded
@@ -79,23 +80,23 @@ class Ranks(Protocol):
         """Returns the time in seconds that all ranks use for decisions."""
 
     def receive(self, state: RoundState) -> None:
-        """Sets the time to that of rank 0."""
+        """Sets the time to rank 0's time."""
 
     def least(self, *numbers: int) -> tuple[int, ...]:
-        """Returns, for each number, its minimum over all ranks."""
+        """Returns the minimum of each number over all ranks."""
 
     def agree(self, quota: Quota) -> Quota:
         """Returns a quota with the same results on all ranks."""
 
     def finished(self, found: dict[int, str]) -> dict[int, str]:
-        """Maps each release that has finished on all ranks to its error message, or ``""``.
+        """Returns the releases that have finished on all ranks, with an error message or ``""``.
 
         Args:
             found: the error messages of this rank's releases that finished since the last call.
         """
 
     def same(self, what: object, name: str) -> None:
-        """Checks that `what` is equal on all ranks. `name` describes it in the error message.
+        """Checks that `what` is the same on all ranks; the error message calls it `name`.
 
         Raises:
             RuntimeError: `what` differs between ranks.
@@ -115,7 +116,7 @@ class SingleRank:
         """Does nothing."""
 
     def least(self, *numbers: int) -> tuple[int, ...]:
-        """Returns the numbers."""
+        """Returns the numbers unchanged."""
         return numbers
 
     def agree(self, quota: Quota) -> Quota:
@@ -145,15 +146,15 @@ class RankGroup:
         self._ended: dict[int, str] = {}
 
     def now(self) -> float:
-        """Returns rank 0's time in the last `RoundState`."""
+        """Returns rank 0's time, taken from the last `RoundState`."""
         return self._now
 
     def receive(self, state: RoundState) -> None:
-        """Sets the time to that of rank 0."""
+        """Sets the time to rank 0's time."""
         self._now = state.now
 
     def least(self, *numbers: int) -> tuple[int, ...]:
-        """Returns, for each number, its minimum over all ranks."""
+        """Returns the minimum of each number over all ranks."""
         import torch
 
         found = torch.tensor(numbers, dtype=torch.int64)
@@ -172,7 +173,7 @@ class RankGroup:
         return found
 
     def finished(self, found: dict[int, str]) -> dict[int, str]:
-        """Maps each release that has finished on all ranks to its error message, or ``""``.
+        """Returns the releases that have finished on all ranks, with an error message or ``""``.
 
         Args:
             found: the error messages of this rank's releases that finished since the last call.
@@ -188,7 +189,7 @@ class RankGroup:
         }
 
     def same(self, what: object, name: str) -> None:
-        """Checks that `what` is equal on all ranks. `name` describes it in the error message.
+        """Checks that `what` is the same on all ranks; the error message calls it `name`.
 
         Raises:
             RuntimeError: `what` differs between ranks.
@@ -204,7 +205,7 @@ class AgreedQuota:
     `take` and `pressure` update `room`, `limit` and `asleep`.
 
     Args:
-        quota: quota of this rank.
+        quota: this rank's quota.
         ranks: the engine's ranks.
     """
 

@@ -75,7 +75,7 @@ def reasons_against(arguments: Any) -> Iterator[str]:
 
 
 def reason_against_pool(pool: Any) -> str | None:
-    """Returns the reason why a KV pool is not supported, or None if it is supported."""
+    """Returns why a KV pool is not supported, or None if it is supported."""
     name = type(pool).__name__
     if name not in ("MHATokenToKVPool", "MLATokenToKVPool"):
         known = (why for part, why in _POOLS.items() if part in name)
@@ -96,7 +96,7 @@ def reason_against_pool(pool: Any) -> str | None:
 
 
 def reason_against_allocator(allocator: Any, known: type) -> str | None:
-    """Returns the reason why an allocator is not supported, or None if it is a `known` one."""
+    """Returns why an allocator is not supported, or None if it is an instance of `known`."""
     if isinstance(allocator, known):
         return None
     return f"the allocator {type(allocator).__name__} (it allocates pages differently)"

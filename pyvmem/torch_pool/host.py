@@ -58,7 +58,7 @@ class HostBlock:
             except VMemError as error:
                 self._locked_by = 0
                 text = "%d bytes of host memory cannot be page-locked (%s): copies are slow"
-                # not `error` itself, which would keep its callers' tensors alive
+                # not `error` itself, whose traceback would keep the callers' tensors alive
                 log.warning(text, size, str(error))
 
     @property
@@ -98,7 +98,7 @@ class HostBlock:
 
 
 class HostMemory:
-    """The used and spare host blocks of a pool. Not thread-safe by itself.
+    """A pool's host blocks, in use or spare. Not thread-safe by itself.
 
     Args:
         device: as for `HostBlock`.
@@ -110,7 +110,7 @@ class HostMemory:
         self._spare: list[HostBlock] = []
 
     def take(self, size: int) -> HostBlock:
-        """Returns a block of at least `size` bytes, a spare one if possible; `give` takes it back.
+        """Returns a spare or new block of at least `size` bytes, which `give` takes back.
 
         There are never more blocks than have been in use at the same time, since a new block
         replaces a spare one.
@@ -130,7 +130,7 @@ class HostMemory:
         return block
 
     def give(self, block: HostBlock) -> None:
-        """Makes a block spare, unless it has live views; these then own the block."""
+        """Makes a block spare, unless views of it are alive, which then keep it alive."""
         if block.viewed:
             block.unlock()
         else:

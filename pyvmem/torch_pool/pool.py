@@ -46,7 +46,7 @@ _VISIBLE = _native.constant("VMEM_RESERVE_VISIBLE")
 
 
 class PoolRemains(Remains):
-    """Cleans up a pool whose owner was lost, unless it was used and may hold tensors.
+    """Cleans up a pool whose owner was lost, unless the pool was used and may hold tensors.
 
     Attributes:
         used: true once a `use` block has been entered.
@@ -114,7 +114,7 @@ class VMemPool:
             )
             self._closed = False
         except BaseException:
-            # the traceback keeps the array alive; closing the context frees its addresses
+            # the traceback keeps the array alive; closing the context frees the array's addresses
             with suppress(Busy):
                 self._remains.unregister()
                 self._let_go()
@@ -163,7 +163,7 @@ class VMemPool:
 
     @contextmanager
     def _allocating(self, name: str) -> Iterator[Tag]:
-        """Makes `vmem_malloc` allocate for the tag in this thread in a ``with`` block."""
+        """Makes `vmem_malloc` use the tag for this thread's allocations in a ``with`` block."""
         user, users, before = object(), set[object](), torch_alloc.tag()
         try:
             with self._lock:
@@ -178,7 +178,7 @@ class VMemPool:
             torch_alloc.set_tag(tag.number)
             yield tag
         finally:
-            try:  # only C calls, so an asynchronous exception can come only after them
+            try:  # only C calls, so asynchronous exceptions are raised only after them
                 torch_alloc.set_tag(before)
             finally:
                 users.discard(user)
@@ -342,7 +342,7 @@ class VMemPool:
             torch._C._cuda_clearCublasWorkspaces()
 
     def _return_segments(self) -> None:
-        """Drops MemPools and empties torch's cache, so that torch frees their segments."""
+        """Drops the MemPools and empties torch's cache, so that torch frees their segments."""
         if self._allocator is not None:  # None: torch has not used the pool
             import torch
 

@@ -43,7 +43,7 @@ class TorchPoolStats:
 
     @classmethod
     def of(cls, device: int, host: HostMemory, number: int = torch_alloc.ALL) -> TorchPoolStats:
-        """Queries the allocator for a tag, or by default for all tags."""
+        """Returns the current state of a tag, or of all tags by default."""
         now = torch_alloc.stats(device, number)
         return cls(
             now.blocks,
@@ -89,7 +89,7 @@ class Tag:
         return TorchPoolStats.of(self.device, self.host, self.number)
 
     def pause(self, keep: bool) -> None:
-        """Unmaps all segments, or none if it raises. The GPU must be idle."""
+        """Unmaps all segments, or none if it raises an error. The GPU must be idle."""
         before = self.paused
         while True:
             room = self.stats().mapped_bytes
@@ -110,7 +110,7 @@ class Tag:
                             self.saved.remove(save)
                         self.host.give(save)
                 if not isinstance(error, TooManyBatches):
-                    raise  # else torch has added a segment since: retry
+                    raise  # otherwise torch has added a segment since: retry
 
     def view_of(self, at: int, nbytes: int) -> memoryview | None:
         """Returns the saved contents at a host address, or None if this tag did not save them."""
@@ -120,7 +120,7 @@ class Tag:
         return None
 
     def resume(self) -> int:
-        """Maps all paused segments, or none if it raises. Returns their total bytes."""
+        """Maps all paused segments, or none if it raises an error. Returns their size in bytes."""
         size = self.stats().paused_bytes
         torch_alloc.resume(self.device, self.number)
         self.paused = False

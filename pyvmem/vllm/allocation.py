@@ -45,7 +45,7 @@ def backends_refusing_plain(vllm_config: Any, kv_cache_config: Any) -> list[str]
 
 
 class KVTensorMode(TorchFunctionMode):
-    """A torch mode in which `torch.zeros` of int8 returns the next of `tensors`.
+    """A torch mode in which `torch.zeros` of int8 returns the next tensor from `tensors`.
 
     Calls with another size or type go to torch.
     """
@@ -85,7 +85,7 @@ def place_tensors(kv_cache_config: Any, open_memory: OpenMemory) -> tuple[Any, K
         which vLLM must allocate the tensors.
 
     Raises:
-        NotImplementedError: a block of a layer is not contiguous in this layout.
+        NotImplementedError: a layer's blocks are not contiguous in this layout.
     """
     tensors, blocks = kv_cache_config.kv_cache_tensors, kv_cache_config.num_blocks
     if not tensors:
@@ -114,7 +114,7 @@ def place_tensors(kv_cache_config: Any, open_memory: OpenMemory) -> tuple[Any, K
 def _regions(
     tensors: Sequence[Any], blocks: int, open_memory: OpenMemory
 ) -> tuple[KVMemory, list[Any]]:
-    """Returns memory with a page-aligned region for each layer, and the tensors moved there.
+    """Returns memory with a page-aligned region per layer, and the tensors moved to it.
 
     Layers of different groups may share a region: a block belongs to a single group at a time.
     """

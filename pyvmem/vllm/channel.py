@@ -212,8 +212,8 @@ class Rank(Protocol):
     """A rank's memory, as the scheduler sees it.
 
     Attributes:
-        machine: identifies the machine with the ledger of the rank's device; ``""`` stands for the
-            scheduler's own machine.
+        machine: identifies the machine that keeps the ledger for the rank's device; ``""`` stands
+            for the scheduler's own machine.
     """
 
     machine: str
@@ -274,7 +274,7 @@ class LocalRank:
         return lambda: result
 
     def grow(self, runs: list[Run]) -> tuple[str | None, int | None]:
-        """Calls `KVMemory.grow`; returns the error message or None, and the bytes then free."""
+        """Calls `KVMemory.grow`; returns the error message or None, and the bytes left free."""
         return self._try(lambda: self.memory.grow(runs)), self.memory.free()
 
     def join(self, name: str, unique: bool, terms: dict[str, int]) -> None:
@@ -457,7 +457,7 @@ class Ranks:
         self._answers: dict[int, list[str]] = {}
 
     def _all(self, name: str, argument: Any = None) -> list[Any]:
-        """Runs an operation on every rank; returns the results in the order of the ranks.
+        """Runs an operation on every rank; returns the results in rank order.
 
         Raises:
             RankLost: a rank did not answer. The other ranks' answers have been read.
@@ -480,7 +480,7 @@ class Ranks:
         return found
 
     def geometry(self) -> Geometry:
-        """Returns the ranks' geometry, with each class's largest number of tensors on any rank.
+        """Returns the ranks' geometry; each class has the most tensors that any rank has in it.
 
         Pipeline stages may differ in their number of layers.
 
@@ -547,7 +547,7 @@ class Ranks:
         self.draining = False
 
     def finished(self) -> dict[int, str | None]:
-        """Returns the releases that all ranks have finished, by number, with an error or None.
+        """Returns the releases that all ranks have finished: maps each number to an error or None.
 
         Each release is returned only once.
         """
@@ -573,7 +573,7 @@ class Ranks:
         return self._free
 
     def total(self) -> int:
-        """Returns the fewest bytes per rank: a device's bytes divided by its number of ranks."""
+        """Returns the least memory that any rank has, in bytes; ranks on one device share it."""
         devices = [rank.device() for rank in self.ranks]
         return min(
             rank.total() // devices.count(device)
@@ -581,7 +581,7 @@ class Ranks:
         )
 
     def stats(self) -> list[dict[str, int]]:
-        """Returns `Context.stats` of each rank."""
+        """Returns `Context.stats` for each rank."""
         found: list[dict[str, int]] = self._all("stats")
         return found
 

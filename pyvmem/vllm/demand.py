@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Backs the blocks that vLLM is about to take, before vLLM compares them with the free blocks.
 
-In most steps, most requests take no block, and a call for each would dominate the pool's overhead.
-A request that computes its next token takes at most `most` blocks: while that many are free, vLLM's
+In most steps, most requests take no block, and a call per request would dominate the pool's cost.
+A request that computes its next token takes at most `most` blocks: while `most` are free, vLLM's
 comparison cannot fail, and blocks are backed when taken. So a step starts in one of three modes:
 
     unwatched    if `most` blocks are free for every running request
@@ -52,7 +52,7 @@ def _copies(spec: Any) -> int:
 
 
 class Demand:
-    """Replaces methods of a scheduler's block pool and KV manager to see its demand for blocks.
+    """Replaces methods of a scheduler's block pool and KV manager to learn its block demand.
 
     The caller holds the engine's lock (`ElasticEngine.lock`).
 
@@ -210,7 +210,7 @@ class Demand:
     def _fits(self, count: int) -> bool:
         """Returns true if `count` blocks are free or could be backed.
 
-        If blocks have to be backed for that, vLLM's next query for free blocks returns `count`.
+        If blocks have to be backed first, vLLM's next query for free blocks returns `count`.
         """
         free: int = self.pool.free_block_queue.num_free_blocks
         if free >= count:

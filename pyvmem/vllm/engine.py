@@ -121,7 +121,8 @@ class ElasticEngine:
         self._most_ahead = min(limit // 8 // geometry.block_bytes, _MOST_RESERVE)
         self._ahead = self.reserve_blocks  # number of idle blocks that the keeper maintains
         self._batch = self.reserve_blocks // 2  # refill when this many idle blocks are missing
-        self._largest, self._largest_at = 0, 0.0  # most blocks taken by a recent step, and when
+        # the number of blocks that the largest recent step took, and when it took them
+        self._largest, self._largest_at = 0, 0.0
         # all three describe the step being scheduled
         self._taken, self._waited, self._lacked = 0, False, False
         self._denied = False  # a request for memory failed in this step
@@ -264,7 +265,7 @@ class ElasticEngine:
     # ---- steps -----------------------------------------------------------------------------------
 
     def begin_step(self) -> tuple[int, list[Release]]:
-        """Numbers the step that was just scheduled; returns its number and the releases to send."""
+        """Numbers the step that was just scheduled; returns the number and the releases to send."""
         self._step += 1
         now = time.monotonic()
         self._busy_until = now + self.settings.idle
@@ -305,7 +306,7 @@ class ElasticEngine:
             self._let_idle(self.holds.report(done))
 
     def _let_idle(self, blocks: Iterable[int]) -> None:
-        """Marks blocks no longer held as idle, unless they are used, cached or unbacked."""
+        """Marks blocks that are no longer held as idle, unless used, cached or unbacked."""
         every = (self.pool.blocks[one] for one in blocks if self.backing.is_backed(one))
         self.idle.add(
             block.block_id
@@ -319,7 +320,7 @@ class ElasticEngine:
         self._wake.set()
 
     def give_back_when_paused(self) -> None:
-        """Waits until a paused engine has freed all memory except that of prefixes.
+        """Waits until a paused engine has freed all memory that no prefix uses.
 
         Does nothing if the engine is not paused or requests hold blocks. Called without `lock`.
         """
@@ -333,9 +334,9 @@ class ElasticEngine:
         self._compact()
 
     def _let_go(self) -> None:
-        """Frees all but the null block, prefixes included, if no request holds a block.
+        """Frees all blocks except the null block, even prefixes, if no request holds a block.
 
-        The keeper calls this, without `lock`, if the engine was ordered to sleep, or a rank sleeps
+        The keeper calls this, without `lock`, if the engine was ordered to sleep or a rank sleeps
         without the scheduler's knowledge. Stock vLLM loses its KV cache in these cases, too.
         """
         try:
@@ -400,7 +401,7 @@ class ElasticEngine:
         return self.backing.unbacked >= count and self.quota.room() >= needed
 
     def _back(self, count: int) -> bool:
-        """Backs up to `count` blocks while the step waits; returns false if memory ran out."""
+        """Backs up to `count` blocks while the step waits; returns false if mapping failed."""
         growth = self.backing.begin(count)
         if growth is None:
             return True
@@ -423,7 +424,7 @@ class ElasticEngine:
         when it finishes.
 
         Args:
-            count: blocks that the next request needs.
+            count: number of blocks that the next request needs.
         """
         together = self.backing.geometry.first_bytes(1 + count)
         enough = together <= self.quota.used + self.quota.room()
@@ -436,7 +437,7 @@ class ElasticEngine:
         """Posts to the ledger the bytes that `blocks` more blocks need, up to the limit."""
         need = self.backing.geometry.most_bytes(blocks) if blocks > 0 else 0
         need = min(need, max(0, self.quota.limit - self.quota.used))
-        need -= need % max(1, self.backing.geometry.block_bytes)  # only whole blocks help
+        need -= need % max(1, self.backing.geometry.block_bytes)  # part of a block would not help
         if need or self._short:
             self.quota.want(need)
             self._short = need > 0
@@ -489,7 +490,7 @@ class ElasticEngine:
         return min(1.0, self.used_blocks() / max(1, most))
 
     def live_bytes(self) -> int:
-        """Returns the number of bytes of pages with used or cached blocks or the null block."""
+        """Returns the size in bytes of all pages with a used or cached block or the null block."""
         every = range(self.pool.num_gpu_blocks)
         return self.backing.live_bytes(
             b for b in every if self.backing.is_backed(b) and b not in self.idle
@@ -627,10 +628,10 @@ class ElasticEngine:
         return now > self._dense_at + _SPREAD_FOR
 
     def _retire_pages(self, blocks: int, at_least: bool = False) -> int:
-        """Frees pages of up to `blocks` idle blocks; returns the bytes freed.
+        """Frees the pages of up to `blocks` idle blocks; returns the bytes freed.
 
         Args:
-            blocks: number of blocks.
+            blocks: maximum number of blocks.
             at_least: as in `Backing.emptied_first`.
         """
         return self._retire(self.backing.emptied_first(self.idle, blocks, at_least=at_least))
@@ -655,9 +656,9 @@ class ElasticEngine:
         return int(cached) * self.backing.geometry.block_bytes
 
     def _evict(self, count: int) -> int:
-        """Evicts up to `count` cached blocks, least recently used first; returns their number.
+        """Evicts up to `count` cached blocks, least recently used first; returns how many.
 
-        They become idle.
+        The evicted blocks become idle.
         """
         cached = (
             block
@@ -673,7 +674,7 @@ class ElasticEngine:
         return len(found)
 
     def _retire(self, blocks: list[int]) -> int:
-        """Removes idle blocks from vLLM's free queue; returns the bytes of the pages freed."""
+        """Removes idle blocks from vLLM's free queue; returns how many bytes of pages are freed."""
         self.idle.remove(blocks)
         self.holds.overwrite(blocks)
         for one in blocks:
@@ -684,7 +685,7 @@ class ElasticEngine:
     # ---- moving ----------------------------------------------------------------------------------
 
     def moves(self) -> list[tuple[int, int]]:
-        """Returns the copies that the last numbered step makes: (source, destination) blocks.
+        """Returns the last numbered step's copies, as (source, destination) blocks.
 
         The emptied pages are freed with the next step at the earliest.
         """

@@ -90,7 +90,7 @@ def reasons_against(config: Any) -> Iterator[str]:
 
 
 def _others(name: str, transfer: Any) -> Iterator[str]:
-    """Yields the reasons against a connector other than vLLM's OffloadingConnector."""
+    """Yields reasons to reject a connector other than vLLM's OffloadingConnector."""
     own = transfer.kv_connector_module_path
     vouched = transfer.kv_connector_extra_config.get(_IN_STEP, False)
     if not isinstance(vouched, bool):

@@ -34,8 +34,8 @@ class _Store:
     Attributes:
         step: number of that step; the workers start the store no later than the next step.
         blocks: blocks that the store reads.
-        keys: the keys by which vLLM's manager identifies it.
-        pending: number of ranks that have not reported it yet.
+        keys: the keys by which vLLM's manager identifies the store.
+        pending: number of ranks that have not reported the store yet.
     """
 
     step: int
@@ -46,7 +46,7 @@ class _Store:
 
 @dataclass
 class Transfers:
-    """Numbers of blocks transferred or dropped since the engine started.
+    """Counts blocks transferred or dropped since the engine started.
 
     Attributes:
         stored, loaded, dropped: number of blocks; each block belongs to one KV cache group.
@@ -82,10 +82,11 @@ class Holds:
         self._fresh: set[int] = set()  # freed by finished requests since the last step
         self._intact: set[int] = set()  # handed out to vLLM, and not overwritten since then
         self._stores: dict[int, _Store] = {}
-        self._loads: dict[int, tuple[int, int]] = {}  # number of blocks, and ranks yet to report
+        # for each load, the number of blocks, and the number of ranks that have yet to report
+        self._loads: dict[int, tuple[int, int]] = {}
         # the keys of each store, by the id of its spec
         self._keys: dict[int, tuple[Any, frozenset[Any]]] = {}
-        self._failed: dict[frozenset[Any], bool] = {}  # stores that were dropped, by their keys
+        self._failed: dict[frozenset[Any], bool] = {}  # dropped stores, by their keys
         self._told = 0  # dropped blocks already reported in vLLM's statistics
         self._chunks = 0  # number of chunks in host memory
         self.scheduling = False
@@ -148,7 +149,7 @@ class Holds:
 
     @property
     def host_cached(self) -> int:
-        """Returns how many bytes of prefixes each rank keeps in host memory."""
+        """The bytes of prefixes that each rank keeps in host memory."""
         return self._chunks * self._manager.chunk_bytes if self.on else 0
 
     def __contains__(self, block: int) -> bool:
@@ -178,7 +179,7 @@ class Holds:
         """Records the transfers of a scheduled step.
 
         Args:
-            step: its number.
+            step: the step's number.
             metadata: the connector's metadata in its `SchedulerOutput`.
 
         Returns:
@@ -257,11 +258,11 @@ class Holds:
         return gone
 
     def forget(self) -> None:
-        """Clears the records of host memory, after vLLM cleared its manager's."""
+        """Clears the records about host memory, once vLLM's manager has cleared its own."""
         self._failed.clear()
         self._chunks = 0
 
     def take_dropped(self) -> list[int]:
-        """Returns the ids of the stores that the workers must skip, each once."""
+        """Returns the ids of the stores that the workers must skip, and forgets them."""
         found, self.dropped = self.dropped, []
         return found

@@ -60,7 +60,7 @@ class OffloadingSpecMixin:
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        """Adds our two metrics to those of vLLM's spec.
+        """Adds our two metrics to the metrics of vLLM's spec.
 
         Overrides `OffloadingSpec.build_metric_definitions`.
         """
@@ -130,14 +130,14 @@ class VMemOffloadingSpec(OffloadingSpecMixin, CPUOffloadingSpec):  # type: ignor
 
 
 class _Group(NamedTuple):
-    """The tensors of a group of layers, as columns of int64.
+    """The tensors of a group of layers; each attribute is an int64 column with a value per tensor.
 
     Attributes:
         base: address of the tensor.
         stride: bytes from the start of a block to the start of the next.
         offset: offset of the tensor's blocks in a chunk, in bytes.
         size: bytes that a block occupies in a chunk.
-        copied: bytes of a block that are copied.
+        copied: bytes that are copied per block.
     """
 
     base: Any
@@ -165,7 +165,7 @@ class _Direction:
 
     The transfers of a step are collected and started as a single copy, since starting a copy takes
     the host most of a millisecond, whatever its size, and a step of 16 requests may store a block
-    for each of them.
+    for each request.
 
     Args:
         pieces: computes the pieces to copy for a list of transfers.

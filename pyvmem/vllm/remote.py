@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Opens the ledger accounts of an engine's devices; a rank on another machine keeps its own."""
+"""Opens ledger accounts for an engine's devices; ranks on other machines keep their own."""
 
 from __future__ import annotations
 

@@ -31,9 +31,9 @@ class StepOrders:
 
     Attributes:
         step: number of the step, from 1.
-        releases: (number, runs) of pages to unmap, which this and later steps do not touch.
+        releases: (number, runs) pairs: pages to unmap, which no step from this one on touches.
         dropped: ids of stores to host memory that the worker must skip.
-        moves: (source, destination) blocks to copy before the step.
+        moves: (source, destination) pairs of blocks to copy before the step.
     """
 
     step: int

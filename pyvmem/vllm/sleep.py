@@ -57,7 +57,7 @@ class VMemSleepBackend(SleepModeBackend):  # type: ignore[misc]
         Overrides `SleepModeBackend.suspend`.
 
         Raises:
-            VMemError: out of host memory, or a driver call failed; nothing changed.
+            VMemError: host memory is short, or a driver call failed; nothing changed.
         """
         for pool in _pools:
             pool.pause(_TAG, keep=level == 1)

@@ -56,7 +56,7 @@ class ElasticWorker:
     # ---- start -----------------------------------------------------------------------------------
 
     def init_device(self) -> None:
-        """Initializes the device without requiring that the whole KV cache's memory is free.
+        """Initializes the device, even if there is not enough free memory for the whole KV cache.
 
         Overrides `Worker.init_device`.
         """
@@ -353,7 +353,7 @@ def _states_lent(runner: Any, lend: Callable[[Sequence[int]], None]) -> Iterator
 def _views(kv_caches: Iterable[Any]) -> Iterator[Any]:
     """Yields the tensors of all layers.
 
-    Before vLLM 0.28, a layer with a state has a list of tensors.
+    Before vLLM 0.28, a layer with a state has a list of tensors instead of a tensor.
     """
     for one in kv_caches:
         yield from one if isinstance(one, list | tuple) else (one,)

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 __all__ = ["BACKENDS", "LAYERS", "ROWS", "TENSORS", "contexts", "make", "needs_gpu"]
 
 BACKENDS = [one.backend for one in pyvmem.probe() if one.usable and one.backend != "host"]
-ROWS = 16  # rows per page of a cache from `make`
+ROWS = 16  # rows per page in a cache from `make`
 LAYERS = 2
 TENSORS = 2 * LAYERS
 
@@ -45,7 +45,7 @@ def contexts(**options: Any) -> Any:
 
 
 def make(context: Context, pages: int = 0, **changes: Any) -> KVCache:
-    """Creates a cache with memory for `pages` pages per tensor, or without a limit for 0.
+    """Creates a cache with memory for `pages` pages per tensor, or without a limit if it is 0.
 
     Rows are float64, so that long sums are exact.
     """

@@ -72,7 +72,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_paged_call_over_any_contiguous_slot(context: Context, shape: Any) -> None:
-    """Blocks of the view may overlap. Rows past a length hold NaN or, further on, are unmapped."""
+    """The view's blocks may overlap. Rows past a length hold NaN or, further on, are unmapped."""
     heads, width, changes = shape
     for case in CASES:
         with filled(context, case, "bfloat16", heads, width, **changes) as cache:

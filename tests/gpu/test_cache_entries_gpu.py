@@ -2,7 +2,7 @@
 """Description: a cache under ordinary serving load, with 2 MiB entries for 64 KB pages.
 
 Requests are prefilled, decoded, truncated, forked and freed, and memory is short at times. In every
-step a kernel reads each request's rows. Expects no fault, and the written contents in every row.
+step, a kernel reads each request's rows. Expects no fault, and the written contents in every row.
 Prints the fraction of mapped memory that 2 MiB entries map.
 
 Needs a CUDA device, torch and the back end stock; skipped otherwise.
@@ -80,7 +80,7 @@ class Engine:
         self.count("free")
 
     def step(self, more: dict[int, int]) -> bool:
-        """Adds rows to requests. If memory is short, frees the longest one and returns False."""
+        """Adds rows to requests; if memory is short, frees the longest one and returns False."""
         lens = [0] * SLOTS
         for reqid, rows in self.rows.items():
             lens[reqid] = min(LONGEST, rows + more.get(reqid, 0))

@@ -70,7 +70,7 @@ def run(context: Context, name: str, *args: Any, **options: Any) -> None:
 
 
 def quiet(context: Context, space: Reservation) -> Any:
-    """Populates the even blocks and splits every fourth one; returns the values of their words."""
+    """Populates the even blocks and splits every fourth of them; returns their words' values."""
     values = torch.zeros((PAIRS, PAGES, 1), dtype=torch.int64)
     for pair in range(PAIRS):
         at = space.addr + 2 * pair * BLOCK

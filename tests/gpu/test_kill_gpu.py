@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the memory of a process that is killed while its kernels use a cache is freed.
+"""Description: if a process is killed while its kernels use a cache, its memory is freed.
 
 Needs a CUDA device that is not in use, torch, and a GPU back end; skipped otherwise.
 """
@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 pytestmark = needs_gpu()
 
 HELD = 2 << 30  # bytes that the child maps and uses
-SLACK = 64 << 20  # tolerance for the memory of the driver and of other processes
+SLACK = 64 << 20  # tolerance for the driver's and other processes' memory
 PATIENCE_S = 60.0
 
 CHILD = """
@@ -45,7 +45,7 @@ with Context(backend) as context:
 
 
 def free_bytes() -> int:
-    """Returns how many bytes of device memory are free for a process other than the child."""
+    """Returns how many bytes of device memory are free, as this process sees it."""
     free: int = torch.cuda.mem_get_info()[0]
     return free
 

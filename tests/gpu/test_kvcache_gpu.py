@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a KVCache while kernels run: order, zeroed pages and mapping under load.
+"""Description: a KVCache in use by kernels: order, zeroed pages and mapping under load.
 
 Needs a CUDA device, torch, and a back end (cuda, stock) that passes its probe; skipped otherwise.
 """
@@ -26,7 +26,7 @@ LONG_MS = 120.0
 def _reader() -> Any:
     """Compiles a kernel whose threads each read one element many times.
 
-    The element is volatile, so that every read is from memory.
+    The elements are volatile, so every read accesses memory.
     """
     source = """
     extern "C" __global__ void read_often(const volatile double *in, double *out, int n,
@@ -96,7 +96,7 @@ def spoil(cache: KVCache, reqid: int, length: int) -> None:
 def test_pages_are_reclaimed_and_reused_under_a_running_kernel(
     context: Context, deferred: bool
 ) -> None:
-    """Memory suffices for one request, so the next one gets pages that a kernel still reads."""
+    """Memory suffices for one request, so the next gets pages that a kernel still reads."""
     reader, writer = torch.cuda.Stream(), torch.cuda.Stream()
     length = 6 * ROWS
     with make(context, 6, deferred_reclaim=deferred) as cache:

@@ -64,7 +64,7 @@ def test_windows(context: Context, kernel: str, window: int) -> None:
 
 
 def test_a_latent(context: Context) -> None:
-    """DeepSeek's latent: 16 query heads over a head of 576, the first 512 of which are values."""
+    """DeepSeek's latent: 16 query heads over one head of 576 elements, the first 512 as values."""
     config = KVCacheConfig(1, 1, 576, "bfloat16", max_batch=6, max_seq_len=512, tensors_per_layer=1)
     for case in CASES:
         with KVCache(config, context) as cache:
@@ -122,7 +122,7 @@ def test_a_latent_with_its_up_projections(context: Context) -> None:
 
 @pytest.mark.parametrize("width", [64, 128])
 def test_flashinfer_over_slots_of_different_length(context: Context, width: int) -> None:
-    """Requests are prefilled one by one and decoded through blocks; neither reads past a length."""
+    """Prefills requests one by one and decodes through blocks; no step reads past a length."""
     for case in CASES:
         with filled(context, case, "bfloat16", 2, width) as cache:
             q = queries(cache, case, 4)

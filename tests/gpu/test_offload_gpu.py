@@ -44,7 +44,7 @@ def memory(context: Context) -> Iterator[KVMemory]:
 
 
 def both(memory: KVMemory) -> tuple[Any, StreamCopies, StreamCopies]:
-    """Returns the tensor as 8-byte words, and the copies out of it and into it.
+    """Returns the tensor as 8-byte words, and the objects that copy out of it and into it.
 
     The memory waits for these copies before it unmaps pages.
     """
@@ -112,7 +112,7 @@ def test_a_copy_follows_the_steps_before_it(memory: KVMemory) -> None:
 
 
 def test_pages_stay_until_their_copy_has_ended(memory: KVMemory) -> None:
-    """Releases pages while their copy is queued; it would fault if they were unmapped first."""
+    """Releases pages while their copy is queued; the copy would fault if they were unmapped."""
     page = memory.geometry.page_size
     kv, out, into = both(memory)
     host = HostMemory(BLOCKS * page, locked=True)
@@ -137,7 +137,7 @@ def test_pages_stay_until_their_copy_has_ended(memory: KVMemory) -> None:
 def test_a_kernel_that_cannot_be_launched(
     memory: KVMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """libvmem makes the copies instead, after the steps that were launched before."""
+    """libvmem makes the copies instead, after the steps that were launched earlier."""
     page = memory.geometry.page_size
     kv, out, into = both(memory)
     host = HostMemory(BLOCKS * page, locked=True)

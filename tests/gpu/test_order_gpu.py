@@ -109,7 +109,7 @@ def lane(request: pytest.FixtureRequest) -> Iterator[Lane]:
 
 @pytest.fixture(params=["torch", "cuda.core", "FdEvent"])
 def earlier(request: pytest.FixtureRequest) -> Iterator[Lane]:
-    """A lane for the work of a slot's previous owner, recorded as an event of each library."""
+    """A lane for the work of a slot's previous owner, recorded as an event in each library."""
     one = Lane(request.param)
     yield one
     one.close()
@@ -127,7 +127,7 @@ def put(cache: KVCache, reqid: int, length: int, value: float) -> None:
 
 
 def room(cache: KVCache, length: int) -> Any:
-    """Returns an output tensor for `late_read`; first runs each of the tests' kernels once."""
+    """Returns an output tensor for `late_read`, after running each of the tests' kernels once."""
     rows = cache.v(1)[0, :length]
     out = torch.full_like(rows, -1.0)
     torch.mul(rows, 1, out=out)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: MIT
 """Description: kernels run at full speed while the slots that they read grow and shrink.
 
-Every step maps pages of every request; the pages of the next step are mapped in the background
-while the kernel runs. When a request ends, its pages are filled with NaN, unmapped at once, and
-mapped again for another request. So a kernel that reads further past a length than the cache allows
-reads memory that is unmapped, being mapped, being unmapped, or owned by another request. Expects no
+Every step maps pages for every request; the next step's pages are mapped in the background while
+the kernel runs. When a request ends, its pages are filled with NaN, unmapped at once, and mapped
+again for another request. So a kernel that reads further past a length than the cache allows reads
+memory that is unmapped, being mapped, being unmapped, or owned by another request. Expects no
 fault, and outputs that are finite and bitwise equal to those of the same call on a cache whose
-slots are fully mapped. The exception is torch's scaled_dot_product_attention: two of its calls on
-the same memory sometimes differ in the last bit of a number, so only larger differences count.
+slots are fully mapped. The exception is torch's scaled_dot_product_attention: repeated calls on the
+same memory sometimes differ in the last bit of a number, so only larger differences count.
 
 VMEM_OVERREAD_SECONDS is the duration for each kernel and back end (60 by default). Needs a CUDA
 device, torch, and a back end (cuda, stock) that passes its probe; skipped otherwise.
@@ -46,7 +46,7 @@ SLOTS = 8
 LONGEST = 8192
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
 CHUNKS = (17, 64, 200, 512)  # tokens per prefill chunk
-FIRST = 6  # untimed steps in which the kernels for decoding and for chunks are compiled
+FIRST = 6  # untimed steps in which the kernels for decoding and chunks are compiled
 CHECK = 200  # steps between checks of the result, each of which synchronizes
 LAST_BIT = 2.0**-7  # upper bound on the last bit of a bfloat16, relative to its value
 

@@ -28,7 +28,7 @@ needs_ranks = pytest.mark.parametrize(
 @needs_ranks
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rank_on_each_gpu(backend: str, ranks: int, tmp_path: Path) -> None:
-    """Expects of ranks on GPUs what tests/python/test_parallel.py expects of ranks on the CPU."""
+    """Expects the same results on GPUs as tests/python/test_parallel.py expects on the CPU."""
     results = run_ranks(backend, tmp_path, ranks)
     for answers in results["same_answers"]:
         assert ["step", -1] in answers

@@ -43,7 +43,7 @@ WAYS = ["kernel", "no memory for the pieces", "library"]
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, way: str) -> list[int]:
-    """Makes copies use `way`; returns a list that collects the size of each launch in bytes."""
+    """Makes copies use `way`; returns a list to which each launch appends its size in bytes."""
     launched = []
     launch = StreamCopies._launch
 

@@ -254,7 +254,7 @@ def test_contents_without_locked_memory(pool: VMemPool, monkeypatch: Any) -> Non
 
 @pytest.mark.parametrize("memory", ["registered", "torch's", "pageable"])
 def test_reads_and_writes_of_host_memory(context: pyvmem.Context, memory: str) -> None:
-    """Uses odd alignments, and lengths above those of one copy and of the staging buffer."""
+    """Uses odd alignments, and lengths that exceed one copy and the staging buffer."""
     size = 40 * MIB
     chance = random.Random(3)
     if memory == "registered":

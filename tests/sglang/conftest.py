@@ -16,7 +16,7 @@ Start = Callable[..., served.Engine]
 
 @pytest.fixture(scope="session", autouse=True)
 def imported() -> None:
-    """Imports SGLang for its CPU engine in this process, from which tests fork their engines."""
+    """Imports SGLang with its CPU engine in this process, from which tests fork their engines."""
     os.environ.update(served.environment())
     import sglang.srt.entrypoints.engine
     import sglang.srt.managers.scheduler  # noqa: F401

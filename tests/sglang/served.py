@@ -104,7 +104,7 @@ def make_model(folder: Path, kind: str = "llama") -> Path:
 
     Args:
         folder: where the model's folder is created.
-        kind: llama, with 2 KV heads of 32; minicpm3, whose latent attention keeps 80 numbers per
+        kind: llama, with 2 KV heads of 32; minicpm3, whose latent attention stores 80 numbers per
             token; gemma3_text and mellum, with a window of 32 tokens in 3 of 4 layers, for which
             SGLang uses one pool and two pools, respectively; or qwen3_next, with states in 3 of 4
             layers.
@@ -139,7 +139,7 @@ def make_model(folder: Path, kind: str = "llama") -> Path:
 
 
 def prompts(count: int = 4) -> list[list[int]]:
-    """Returns `count` prompts with a common prefix, and another prompt of four tokens."""
+    """Returns `count` prompts with a common prefix, and a prompt of four tokens without it."""
     shared = [(i * 37 + 11) % 500 + 3 for i in range(70)]
     own = [[(i * (k + 3)) % 500 + 3 for i in range(10 + 7 * k)] for k in range(count)]
     return [*(shared + one for one in own), [5, 6, 7, 8]]
@@ -285,7 +285,7 @@ def served(log: Path, env: dict[str, str], given: dict[str, Any]) -> Iterator[En
 
 
 def becomes(check: Any, timeout: float = 10) -> bool:
-    """Waits until a condition is true; returns false if it is not within `timeout` seconds."""
+    """Waits until a condition is true; returns false if that takes more than `timeout` seconds."""
     end = time.monotonic() + timeout
     while not check():
         if time.monotonic() > end:

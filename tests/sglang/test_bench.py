@@ -29,7 +29,7 @@ def test_elastic_and_stock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     answers = ["again/stock", *(f"{name}/elastic" for name in ("alone", "again", "batch", "slept"))]
     for name in answers:
         assert rows[f"same/{name}"]["value"] == rows[f"same/{name}"]["of"] == 8
-    assert "same/alone/stock" not in rows  # stock's first turn is what the others are compared with
+    assert "same/alone/stock" not in rows  # the others are compared with this one
     for arm in ARMS:
         assert rows[f"distinct/{arm}"]["value"] > 8
         assert rows[f"hits/{arm}"]["value"] > 600
@@ -73,7 +73,7 @@ def test_sharing_with_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_deadline_names_what_it_skipped(tmp_path: Path) -> None:
-    """A deadline ends the run during the first turn, and another before any engine starts."""
+    """One deadline ends the run during the first turn, another before any engine starts."""
     status, data = bench(tmp_path / "one.json", "--deadline", "36")
     part = data["parts"]["sglang"]
     named = [one["id"].removeprefix("sglang/turn/") for one in part["missing"]]

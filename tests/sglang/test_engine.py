@@ -75,7 +75,7 @@ def highest(
 
 
 def test_a_limit_of_few_pages(start: Start, stock: list[list[int]], tmp_path: Path) -> None:
-    """Requests wait, prefixes are evicted, and the tokens are the same."""
+    """Requests wait and prefixes are evicted, but the tokens are the same."""
     limit = 17 * PAGE_BYTES
     engine = start({"VMEM_LIMIT": str(limit)})
     for _ in range(3):
@@ -91,7 +91,7 @@ def test_requests_are_retracted_when_memory_is_short(
 ) -> None:
     """SGLang admits two requests that do not fit together, as it expects one to finish early.
 
-    If the second is refused at first, SGLang retries it when a short request has finished.
+    If the second request is refused at first, SGLang retries it when a short one has finished.
     """
     limit = 20 * PAGE_BYTES
     engine = start(
@@ -220,7 +220,7 @@ def test_a_prompt_that_the_limit_never_allows(start: Start, stock: list[list[int
 def test_an_engine_takes_memory_from_one_that_keeps_prefixes(
     start: Start, stock: list[list[int]], tmp_path: Path
 ) -> None:
-    """Two engines share a ledger, with less memory than both of them would use."""
+    """Two engines share a ledger, with less memory than the two would use together."""
 
     def used() -> dict[str, int]:
         return {one.name: one.used for one in engines_in(tmp_path / "ledger")["host"]}
@@ -241,7 +241,7 @@ def test_an_engine_takes_memory_from_one_that_keeps_prefixes(
 
 
 def test_two_engines_at_once(start: Start, stock: list[list[int]], tmp_path: Path) -> None:
-    """Both engines have requests all the time, with less memory than these would use."""
+    """Both engines have requests at the same time, with less memory than they would use."""
     env = {"VMEM_CAPACITY": str(26 * PAGE_BYTES)}
     engines = [start(env), start(env)]
     for _ in range(3):
@@ -316,7 +316,7 @@ def test_a_prompt_in_chunks(start: Start, tmp_path: Path) -> None:
 def test_more_memory_is_needed_than_is_free(
     start: Start, stock: list[list[int]], tmp_path: Path
 ) -> None:
-    """A single decoding request needs memory while another engine uses some of it."""
+    """A single decoding request needs more memory than another engine leaves free."""
     env = {"VMEM_CAPACITY": str(24 * PAGE_BYTES), "VMEM_IDLE": "600"}
     first, second = start(env), start(env)
     first.begin("generate", input_ids=[[9] * 40], sampling_params=greedy(250))

@@ -50,7 +50,7 @@ def test_all_hooks_are_in_this_version() -> None:
     ],
 )
 def test_options(model: Path, tmp_path: Path, given: dict[str, Any], text: str) -> None:
-    """SGLang calls the check of the arguments once it has completed them."""
+    """SGLang calls the argument check after it has filled in the missing arguments."""
 
     def check() -> None:
         from types import SimpleNamespace
@@ -74,7 +74,7 @@ def test_an_engine_of_two_stages(start: Start) -> None:
 
 
 def test_a_draft_model(start: Start, model: Path) -> None:
-    """SGLang completes the options of speculation before it checks them."""
+    """SGLang fills in the missing speculation options before it checks them."""
     with pytest.raises(ValueError, match="VMEM_SGLANG=1 does not work with speculative_algorithm"):
         start(
             speculative_algorithm="EAGLE",
@@ -199,7 +199,7 @@ def test_errors_that_stop_the_process(
 
 
 def test_plug_ins_that_leave_it_out() -> None:
-    """The process exits when it imports SGLang, which itself would log nothing."""
+    """A process exits when it imports SGLang, which would not report the omission itself."""
     env = {**os.environ, "VMEM_SGLANG": "1", "SGLANG_PLUGINS": "other"}
     done = subprocess.run(
         [sys.executable, "-c", "import sglang.srt.utils"],
@@ -217,7 +217,7 @@ OLD = Path(__file__).resolve().parents[2] / "build" / "sglang-old" / "bin" / "py
 
 @pytest.mark.skipif(not OLD.exists(), reason="run scripts/sglang_setup.py old first")
 def test_a_version_of_half_a_year_ago() -> None:
-    """Loading plug-ins stops the process. This version lacks many symbols that the pool uses."""
+    """Loading plug-ins stops the process: this version lacks many symbols that the pool uses."""
     program = """
 import importlib.util
 print(*importlib.util.find_spec("sglang").submodule_search_locations, flush=True)

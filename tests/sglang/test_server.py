@@ -43,7 +43,7 @@ class Server:
         return True
 
     def metrics(self) -> dict[str, float]:
-        """Returns the pool's metrics of the only engine, by name."""
+        """Returns the pool's metrics for the only engine, by name."""
         lines = [one for one in self.ask("/metrics").splitlines() if one.startswith("vmem:")]
         assert all('device="host",engine="web"' in one for one in lines), lines
         return {one.partition("{")[0]: float(one.rpartition(" ")[2]) for one in lines}

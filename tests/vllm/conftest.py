@@ -15,7 +15,7 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     VLLM_LOGGING_LEVEL="WARNING",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
-    # No computation is large enough for two threads, which would wait for each other.
+    # No computation is large enough to need two threads, which would wait for each other.
     OMP_NUM_THREADS="1",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VMEM_BACKEND="host",

@@ -16,7 +16,7 @@ from vllm import LLM
 
 
 def main() -> None:
-    """Generates answers, fewer on the second rank, and writes them with the memory used."""
+    """Writes the generated answers, fewer on the second rank, and the memory that they used."""
     rank = int(os.environ["RANK"])
     llm = LLM(distributed_executor_backend="external_launcher", **json.loads(sys.argv[2]))
     elastic = elastic_of(llm)

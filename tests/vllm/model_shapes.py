@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Creates small models other than a Llama, drafts and adapters."""
+"""Creates drafts, adapters, and small models that are not Llamas."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class RankModel:
         self.parked: list[tuple[int, list[Run], int]] = []
         self.finished: list[tuple[int, str]] = []
         self.launched = 0
-        self.asked: list[tuple[str, bool]] = []  # each operation with whether steps wait for it
+        self.asked: list[tuple[str, bool]] = []  # each operation, and whether steps wait for it
         self.steps_wait: Callable[[], bool] = lambda: False
         self.maps = self.unmaps = self.copies = self.calls = 0
         self.grow([Run(k, geometry.pages(k, 0)[0], len(geometry.pages(k, 0)))
@@ -158,7 +158,7 @@ class Pool:
         return name
 
     def _step_of(self, name: str, count: int) -> None:
-        """Does a model's work for a request: reads the computed tokens and writes new ones."""
+        """Does the model's work for a request: reads its computed tokens, and writes new tokens."""
         request = self.scheduler.requests[name]
         (ids,) = self.scheduler.kv_cache_manager.get_block_ids(name)
         end = request.num_computed_tokens
@@ -229,7 +229,7 @@ class Pool:
         return int(self.elastic._live_blocks() * self.elastic.backing.geometry.block_bytes)
 
     def mapped(self) -> int:
-        """Returns how many bytes the rank has mapped, after checking the records against them."""
+        """Returns how many bytes the rank has mapped, after checking that the records agree."""
         backing = self.elastic.backing
         assert len(self.rank.mapped) * backing.geometry.page_bytes(0) == backing.mapped_bytes
         return int(backing.mapped_bytes)

@@ -23,7 +23,7 @@ def test_a_long_prompt_is_mapped_chunk_by_chunk(open_pool: Open) -> None:
 
 
 def test_a_prompt_is_admitted_only_if_all_of_it_fits(open_pool: Open) -> None:
-    """The prompt needs 75 blocks, and the quota has room for 74 at first."""
+    """The prompt needs 75 blocks, but at first the quota has room for only 74."""
     with open_pool(blocks=2_000, page=PAGE, batched=128, VMEM_RESERVE="0") as pool:
         elastic = pool.elastic
         elastic.quota.limit = elastic.quota.used + 74 * BLOCK_BYTES

@@ -23,7 +23,7 @@ from vmem_bench.vllm.picture import draw
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Any:
-    """Returns a function that runs a part and returns the part's rows by name, and the part."""
+    """Returns a function that runs a part and returns its rows, by name, and its whole result."""
 
     def run(part: str, *more: str) -> tuple[dict[str, Any], dict[str, Any]]:
         out = tmp_path / "vllm.json"
@@ -49,7 +49,7 @@ def test_elastic_and_stock(bench: Any) -> None:
 
 
 def test_answers_depend_on_keys_and_values(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise an engine that lost some of them would give the same answers as stock vLLM."""
+    """An engine that lost keys and values must not give the same answers as stock vLLM."""
     answers: list[list[int]] = []
 
     def measure(command: Any, part: Any) -> None:
@@ -105,7 +105,7 @@ def test_prefixes_that_do_not_fit(bench: Any) -> None:
     """Each engine's prompts need all the memory, so later turns load them from host memory."""
     rows, part = bench("prefixes", "--rounds", "1")
     hits = {arm: rows[f"hits/{arm}"] for arm in ("elastic+host", "elastic", "static")}
-    # Everything but the prompts' tails is found.
+    # All tokens except the prompts' tails are prefix hits.
     assert hits["elastic+host"]["value"] > 50 > hits["static"]["value"]
     assert hits["elastic"]["value"] > hits["static"]["value"]
     for arm, row in hits.items():

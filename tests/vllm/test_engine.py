@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: vLLM on the elastic pool generates the tokens of stock vLLM and frees its memory."""
+"""Description: vLLM on the elastic pool generates stock vLLM's tokens and frees its memory."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def check(llm: Any) -> None:
 
 
 def at_rest(llm: Any) -> None:
-    """Checks that exactly the live memory is mapped, and that little more is allocated."""
+    """Checks that exactly the live memory is mapped, and that slabs take little more."""
     elastic = elastic_of(llm)
     elastic.settle()
     check(llm)
@@ -239,7 +239,7 @@ def test_ngram_speculation(start: Open, expected: Callable[..., Tokens]) -> None
 
 
 def script(llm: Any, seed: int, act: Callable[[random.Random], None]) -> dict[str, list[int]]:
-    """Runs requests that arrive and are aborted at random steps, the same ones for each engine.
+    """Runs requests that arrive and are aborted at random steps, the same for each engine.
 
     `act` is called after each step. Returns the answers to the requests that finished, by name.
     """
@@ -686,7 +686,7 @@ def test_memory_that_another_engine_is_short_of(start: Open, ledger: Any) -> Non
         for _ in range(5):
             assert engine.step() == []
         other.end_pending(need)
-        other.give(need)  # from here on, memory is free
+        other.give(need)  # memory is free from here on
         found = []
         while engine.has_unfinished_requests():
             found = [list(one.outputs[0].token_ids) for one in engine.step()] or found
@@ -764,7 +764,7 @@ def test_prefixes_stay_while_a_request_waits_for_another_engine_s_memory(
 
 
 def test_an_engine_with_a_queue_frees_memory_above_its_share(start: Open, ledger: Any) -> None:
-    """The engine admits no request while another is short of memory; finally it answers all."""
+    """While another engine is short of memory, no request is admitted; later all are answered."""
     with start("straddling", VMEM_VLLM="1", VMEM_CAPACITY="768K", VMEM_RESERVE="0") as llm:
         elastic, engine = elastic_of(llm), llm.llm_engine
         wanted = answer(llm, prompts(), 40)

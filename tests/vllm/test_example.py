@@ -39,7 +39,7 @@ def test_the_example(models: Callable[[str], str], ledger: Path) -> None:
 
 @pytest.mark.long
 def test_engines_that_share(models: Callable[[str], str]) -> None:
-    """Runs `make run-vllm`, which fails unless an engine once has over half of the memory."""
+    """Runs the example of `make run-vllm`, which fails if no engine exceeds half the memory."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     words = [models("llama"), "--capacity", "2M", "--requests", "8", "--turns", "2"]
     done = subprocess.run(

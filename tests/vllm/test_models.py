@@ -22,7 +22,7 @@ MTP = {"method": "mtp", "num_speculative_tokens": 1}
 
 
 def compare(start: Open, model: str, ask: Callable[[Any], Tokens] = answer, **options: Any) -> None:
-    """Compares tokens with stock vLLM's, for new, reused and hit blocks, then for new ones again.
+    """Compares tokens with stock vLLM's: for new, reused and hit blocks, then after a reset.
 
     A model in bfloat16 may answer differently if a prefix is hit, even in stock vLLM.
     """
@@ -63,7 +63,7 @@ def few(llm: Any) -> Tokens:
     ],
 )
 def test_layers_with_a_state(start: Open, model: str, options: dict[str, Any]) -> None:
-    """The test includes prefix hits, for which vLLM keeps the state at the end of some blocks."""
+    """Includes prefix hits, for which vLLM keeps the state at the end of some blocks."""
     compare(start, model, few, **options)
 
 

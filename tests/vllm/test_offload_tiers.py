@@ -40,7 +40,7 @@ def ask(llm: Any) -> tuple[Tokens, int]:
 
 
 def has_no_name() -> bool:
-    """Returns whether host memory's file is unlinked, so that a killed engine leaves no file."""
+    """Returns true if host memory's file is unlinked, so that a killed engine leaves no file."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     found = [line for line in maps if "/vllm_offload_" in line]
     return bool(found) and all(line.endswith("(deleted)") for line in found)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: engines with several ranks generate stock vLLM's tokens, and ranks map the same.
+"""Description: engines with several ranks generate stock vLLM's tokens, and their ranks agree.
 
 Tests tensor and pipeline parallelism with the executors mp and Ray, also on two "machines", which
 are loopback addresses, each with its own folder of ledgers. Also tests data parallelism, where each
@@ -46,7 +46,7 @@ CONTEXT = {
     "worker_extension_cls": "cpu_context.Nothing",
 }
 HERE, THERE = "127.0.0.2", "127.0.0.3"
-MODEL = "uneven"  # has three layers, of which one stage has two and the other has one
+MODEL = "uneven"  # three layers: two in one stage, and one in the other
 
 
 def engines(folder: Path) -> list[EngineInfo]:
@@ -58,7 +58,7 @@ def engines(folder: Path) -> list[EngineInfo]:
 
 
 def check_ranks(llm: Any, ledgers: list[Path], wanted: Any) -> None:
-    """Checks tokens, and that scheduler, ranks and ledgers agree on the mapped memory."""
+    """Checks the tokens, and that scheduler, ranks and ledgers agree on the mapped memory."""
     elastic = elastic_of(llm)
     assert len(elastic.ranks.ranks) == 2
     assert answer(llm, prompts()) == wanted
@@ -240,7 +240,7 @@ def test_two_machines_of_ray(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Expects the same as with vLLM's own two-machine executor. Finally a rank is killed."""
+    """Expects the same results as `test_two_machines`. Finally a rank is killed."""
     other = tmp_path / "o"
     other.mkdir(mode=0o700)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")

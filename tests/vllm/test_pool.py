@@ -200,7 +200,7 @@ def free_queue(pool: Pool) -> int:
 
 
 def test_a_rank_that_has_yet_to_launch_the_last_step(open_pool: Open) -> None:
-    """No block moves before the launch of the step; afterwards blocks move."""
+    """No block moves before the step is launched; afterwards, blocks move."""
     with open_pool(blocks=4_000, page=LARGE, VMEM_PREFIX=str(300 * BLOCK_BYTES)) as pool:
         pool.run(idle_footprint(60, 1000, 24))
         launched, pool.rank.launched = pool.rank.launched, pool.rank.launched - 1
@@ -245,7 +245,7 @@ def test_a_request_that_vllm_postpones_maps_nothing(open_pool: Open) -> None:
 
 
 def test_a_request_for_memory_is_met_within_two_rounds(open_pool: Open, tmp_path: Path) -> None:
-    """One round unmaps, and the next records it. An engine that waits retries in each round."""
+    """One round unmaps pages, and the next records it. A waiting engine retries every round."""
     capacity = 1_000 * BLOCK_BYTES
     env = {"VMEM_LEDGER": str(tmp_path), "VMEM_CAPACITY": str(capacity), "VMEM_RESERVE": "0"}
     with open_pool(blocks=2_000, page=PAGE, **env) as pool:

@@ -87,7 +87,7 @@ def test_a_foreign_process_takes_the_memory(start: Callable[..., Any]) -> None:
 
         steps(3)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(memory, "free", lambda: 0)  # no memory of the device is free
+            patch.setattr(memory, "free", lambda: 0)  # the device has no free memory
             wait_for(lambda: elastic.ranks.free() == 0)
             before = memory.context.stats().mapped_bytes
             steps(60)
@@ -178,7 +178,7 @@ def host_files() -> set[str]:
 
 
 def alive(pids: list[int]) -> list[int]:
-    """Returns those of the processes that are running, without zombies."""
+    """Returns the processes that are still running, which excludes zombies."""
     stats = {pid: Path(f"/proc/{pid}/stat") for pid in pids}
     return [
         pid

@@ -46,7 +46,7 @@ def free_port() -> int:
 def serving(
     models: Callable[[str], str], ledger: Path, log: Path, *more: str
 ) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-    """Starts a server over the model llama; yields its port and process."""
+    """Starts a server for the model llama; yields its port and process."""
     port = free_port()
     settings = {
         "VMEM_VLLM": "1",

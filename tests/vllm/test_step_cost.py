@@ -46,7 +46,7 @@ def lines_of(call: Callable[[], Any]) -> int:
 
 
 def decode(llm: Any, count: int, length: int, steps: int) -> list[tuple[int, int]]:
-    """Decodes `count` requests; returns each step's number of lines and of new blocks."""
+    """Decodes `count` requests; returns how many lines and new blocks each step takes."""
     elastic, engine = elastic_of(llm), llm.llm_engine
     scheduler = engine.engine_core.engine_core.scheduler
     for number in range(count):
@@ -83,7 +83,7 @@ def test_a_step_that_takes_nothing(start: Open) -> None:
             min(lines for lines, blocks in decode(llm, count, length, 8) if not blocks)
             for count, length in ((4, BLOCK + 1), (64, BLOCK + 1), (4, 8 * BLOCK + 1))
         ]
-        # A step may wake the keeper, which takes a few lines.
+        # A step may wake the keeper, which takes a few more lines.
         assert max(least) - min(least) < 8
         assert 0 < least[0] < 150
 
@@ -131,7 +131,7 @@ def test_at_the_limit_prefixes_are_evicted_without_asking_for_each(
             call = getattr(owner, name)
 
             def instead(*args: Any) -> Any:
-                counts[name] += threading.get_ident() == here  # leaves out calls by the keeper
+                counts[name] += threading.get_ident() == here  # excludes calls by the keeper
                 return call(*args)
 
             setattr(owner, name, instead)

@@ -45,7 +45,7 @@ def _take_in_vllms_order(elastic: Any, count: int) -> None:
 class _Pools:
     """Puts the elastic pool under new schedulers, KV-cache managers and block pools.
 
-    Of objects that are created inside one another, only the outermost gets an elastic pool.
+    If one of these creates another, only the outermost gets an elastic pool.
     """
 
     def __init__(self, backed: bool) -> None:
@@ -86,7 +86,7 @@ class _Pools:
         engine.ElasticEngine._least = staticmethod(lambda *_: 0)
 
     def _after(self, owner: type, then: Callable[[Any], None]) -> None:
-        """Calls `then` with each new `owner` that is not created inside another such object."""
+        """Calls `then` with each new `owner`, unless another watched object is creating it."""
         made = owner.__init__  # type: ignore[misc]
 
         @functools.wraps(made)
@@ -125,7 +125,7 @@ class _Pools:
         pool.get_new_blocks = get_new_blocks
 
     def _manager(self, manager: Any) -> None:
-        """Adds the pool to a manager that has no scheduler, and watches all of its steps."""
+        """Adds the pool to a manager that has no scheduler, and watches all its steps."""
         from pyvmem.vllm.demand import Demand
 
         config = manager.kv_cache_config

@@ -16,7 +16,7 @@ __version__ = "0.0.0"
 
 
 class _Names:
-    """Replaces `scalar_types` by an object that has every attribute, with its name as its value."""
+    """Stands in for `scalar_types`: has every attribute, and an attribute's value is its name."""
 
     def __getattr__(self, name: str) -> str:
         if name.startswith("__"):
