@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Counts every field of `CacheStats` independently, from a random trace of calls.
+"""Checks the fields of `CacheStats` against an independent count over a random trace of calls.
 
 The calls succeed, run short of memory, fail in the driver (`Context.inject`) or are interrupted.
 The effect of a call is derived from its result and from the slots before and after it, never from a
@@ -79,7 +79,7 @@ class Trace:
         return True, answer
 
     def prompt(self) -> list[int]:
-        """Returns a prompt of one of a few kinds, some of which share a prefix."""
+        """Returns a prompt of one of three kinds; prompts of the same kind share a prefix."""
         kind = self.dice.randrange(3)
         return [kind * 100 + n for n in range(self.dice.randrange(1, 5 * ROWS))]
 
@@ -241,8 +241,8 @@ class Trace:
             self.check(settled=self.quiet())
 
     def quiet(self) -> bool:
-        """Waits for background work; returns true if the records already include it, as after a
-        step.
+        """Waits for background work; returns true if a step has also added its results to the
+        records.
         """
         eventually(lambda: not any(slot.in_flight for slot in self.cache.snapshot()))
         if self.dice.random() < 0.5:
@@ -250,7 +250,7 @@ class Trace:
         lengths = [len(self.tokens.get(reqid, ())) for reqid in range(SLOTS)]
         try:
             self.want["short" if self.cache.step(lengths) else "steps"] += 1
-        except VMemError:  # a failure in the background
+        except VMemError:  # the background work failed
             return False
         eventually(lambda: not any(slot.in_flight for slot in self.cache.snapshot()))
         return True
