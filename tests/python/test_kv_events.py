@@ -43,7 +43,7 @@ def record(engine: RequestCache, tokens: list[int], namespace: Namespace) -> Non
 
 
 class Router:
-    """A router that knows the cache only from its events; maps each block's hash to its parent's."""
+    """A router that knows a cache only from its events; maps a block's hash to its parent's hash."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, int | None] = {}

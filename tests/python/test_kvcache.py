@@ -208,7 +208,7 @@ def test_a_prefill_needs_memory_for_overread_rows(context: Context) -> None:
     with small_cache(context, overread_rows=ROWS, memory_limit=limit) as cache:
         cache.alloc_reqid()
         cache.alloc_reqid()
-        assert cache.step(lens(cache, r0=ROWS + 1)) == 0  # no rows past that length are needed
+        assert cache.step(lens(cache, r0=ROWS + 1)) == 0  # too short to need overread rows
         assert cache.can_admit([PREFILL_TOKENS])
         assert cache.step(lens(cache, r1=3 * ROWS - 3)) == -1, "3 pages and a tile"
         assert not cache.can_admit([3 * ROWS - 3])

@@ -94,7 +94,7 @@ class Trace:
         answered, begun = self.call(self.cache.alloc_prefix, asked)
         if form:
             asked.release()
-        # the exception may have come after all the work was done, so that only the result was lost
+        # the interrupt may have come after the work was done, so that only the result was lost
         if self.cut:
             stats, told = self.cache.stats(), {}
             for name in ("queries", "query_tokens", "hits", "hit_tokens"):
@@ -152,8 +152,8 @@ class Trace:
         self.want[name] += told
 
     def slack(self, before: CacheStats, after: CacheStats) -> int:
-        """Returns the number of pages that the step reused; each may be counted as zeroed once more
-        than as granted.
+        """Returns the number of pages that the step reused: it may have zeroed each of them without
+        granting a new page.
         """
         return after.reused_pages - before.reused_pages
 
@@ -188,7 +188,7 @@ class Trace:
     # ---- checks after each call ---------------------------------------------------------------
 
     def settle(self) -> None:
-        """Adopts the contents of the slots, which an interrupted call may have changed."""
+        """Updates the expected tokens from the slots, which an interrupted call may have changed."""
         snapshot = self.cache.snapshot()
         for slot in snapshot:
             if slot.state == "active":

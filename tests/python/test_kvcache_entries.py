@@ -68,8 +68,8 @@ def lens(cache: KVCache, **by_reqid: int) -> list[int]:
 
 
 def entries(cache: KVCache, reqid: int) -> list[int]:
-    """Returns the bytes mapped by each block's large entry in the first tensor, or 0 for a block
-    without one.
+    """Returns, for each block of the slot in the first tensor, the size of the entry that maps its
+    first page, or 0 if that page is not mapped.
     """
     at = cache.layout.offset(reqid)
     return [cache.reservation.query(at + block * BLOCK).entry_bytes for block in range(4)]
