@@ -43,7 +43,7 @@ def record(engine: RequestCache, tokens: list[int], namespace: Namespace) -> Non
 
 
 class Router:
-    """A router that knows a cache only from its events; maps a block's hash to its parent's hash."""
+    """A router that knows a cache only from its events; maps block hashes to parent hashes."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, int | None] = {}

@@ -188,7 +188,7 @@ class Trace:
     # ---- checks after each call ---------------------------------------------------------------
 
     def settle(self) -> None:
-        """Updates the expected tokens from the slots, which an interrupted call may have changed."""
+        """Updates the expected tokens from the slots: an interrupted call may have changed them."""
         snapshot = self.cache.snapshot()
         for slot in snapshot:
             if slot.state == "active":

@@ -322,7 +322,7 @@ def test_requests_of_several_threads(host: Context) -> None:
 
 
 def test_rows_that_gpu_work_still_writes_are_not_stored(context: Context) -> None:
-    """`trim` waits for the work and stores them; an eviction for a request does not wait."""
+    """`trim` waits for the work and then stores the rows; an eviction for a request drops them."""
     unit = unit_bytes(context)
     with small_cache(context, host_prefixes=4 * unit) as cache, pending() as work:
         ids = list(range(ROWS))
@@ -387,7 +387,7 @@ def test_the_kernel_gets_the_addresses_of_the_rows(
 
 
 def test_a_copy_that_fails(host: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    """First the store fails, then the load; in both cases the request starts without the prefix."""
+    """First a store fails; then a load fails, and its request starts without the prefix."""
     unit = unit_bytes(host)
     with small_cache(host, host_prefixes=4 * unit) as cache:
         ids = recorded(cache, 2 * ROWS)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Description: unequal layers: MLA's single tensor, uneven heads and sizes, one step for all
-layers."""
+"""Description: layers of unequal shapes, such as MLA's single tensor, which one step grows
+together."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def test_random_engine(backend: str, policy: str, seed: int) -> None:
 
 
 class LayeredModel(MixedModel):
-    """With several groups, a cached prefix ends where no group splits a page."""
+    """A model of a cache with several groups, whose prefixes end where no group splits a page."""
 
     def refused(self, before: tuple[Any, ...]) -> None:
         self.count("no memory")
