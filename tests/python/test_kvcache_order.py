@@ -244,7 +244,7 @@ def test_reclaims_may_complete_in_any_order(context: Context) -> None:
 
 
 def test_a_page_full_of_nan_is_zeroed_for_the_next_owner(context: Context) -> None:
-    """Covers pages that are reused in their slot, and pages that another slot gets from the pool."""
+    """Covers pages that are reused in their slot and pages that another slot gets from the pool."""
     limit = 3 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit, max_batch=2) as cache:
         cache.alloc_reqid()

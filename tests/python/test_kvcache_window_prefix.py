@@ -242,8 +242,7 @@ def test_a_swapped_request_records_the_rows_that_returned(context: Context) -> N
 
 
 def gemma_like(context: Context, pages: int = 4000, **changes: Any) -> LayeredCache:
-    """Creates a cache with three sliding layers per full layer; the full layers' rows differ in
-    size."""
+    """Creates a cache with three sliding layers and a full layer, whose rows are twice as large."""
     page = context.info.granule
     heads = page // (ROWS * 64 * 4)
     slides = LayerShape(heads, 64, window=8)
