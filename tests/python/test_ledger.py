@@ -129,7 +129,7 @@ def test_host_memory_is_counted_over_all_devices(folder: Path) -> None:
     b.close()
     d = of("GPU-a", "d", 4 * GIB)
     e = of("GPU-b", "e", 100 * GIB, host_limit=0)
-    f = of("GPU-b", "f", 0)  # requests none, so it does not block the others
+    f = of("GPU-b", "f", 0)  # requests no host memory, so no limit stops it
     for account in (a, c, d, e, f):
         account.close()
 

@@ -56,7 +56,9 @@ def beside(memory: KVMemory, folder: Path, **given: object) -> Iterator[tuple[Pa
 
 
 class Later:
-    """Numbers that become available when the test releases them, or when a call waits for them."""
+    """Page numbers on their way from the GPU: they arrive when the test releases them, or when a
+    call waits for them.
+    """
 
     def __init__(self, pages: list[int]) -> None:
         self._pages, self.count = pages, len(pages)
