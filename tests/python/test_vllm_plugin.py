@@ -220,7 +220,7 @@ def with_vllm(monkeypatch: pytest.MonkeyPatch, version: str) -> Any:
 
 @pytest.mark.parametrize("switch", ["", "0"])
 def test_register_does_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch, switch: str) -> None:
-    """When off, it does not read the other variables either."""
+    """When the plug-in is off, `register` does not even read the other variables."""
     monkeypatch.setenv("VMEM_VLLM", switch)
     monkeypatch.setenv("VMEM_LIMIT", "much")
     args = with_vllm(monkeypatch, "9.9")
