@@ -90,7 +90,7 @@ class Trace:
             if answered and reqid is not None:
                 self.tokens[reqid] = []
             return
-        asked: Any = self.cache.match(ids) if form else ids  # a lookup alone counts nothing
+        asked: Any = self.cache.match(ids) if form else ids  # `match` itself counts nothing
         answered, begun = self.call(self.cache.alloc_prefix, asked)
         if form:
             asked.release()
@@ -139,7 +139,7 @@ class Trace:
             ids += [99] * (lengths[reqid] - len(ids))
 
     def take_cut(self, lengths: list[int], rows: list[int], *, ahead: bool) -> None:
-        """Accounts for an interrupted step: either it happened and was counted, or it did not."""
+        """Counts an interrupted step if the cache did, as it must have if the step took effect."""
         if not self.cut:
             return
         name = "steps_async" if ahead else "steps"

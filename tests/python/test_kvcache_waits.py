@@ -733,7 +733,7 @@ def test_other_requests_continue(context: Context, work: FdEvent, name: str) -> 
 
 
 def test_a_nested_call_does_not_check(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The inner call already holds the lock, and waits by itself."""
+    """The inner call runs under the outer call's lock, so only the outer call looks for work."""
     looks: list[int] = []
     before_fork = waits.before_fork
 

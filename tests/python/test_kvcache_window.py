@@ -157,7 +157,7 @@ def test_pages_are_unmapped_after_the_work_that_read_them(context: Context) -> N
             assert rows_are_there(cache, 8, 24)
             cache.check_integrity()
             with firing_later(event) as fired:
-                # one page more: the slot's unmap can start
+                # the step maps one more page, and waits for the work so that the unmap can start
                 assert cache.step(lens(cache, r0=33)) == 0
                 assert fired
         assert mapped(cache) == 4

@@ -21,7 +21,7 @@ from pyvmem.serve import cli as demo
 
 __all__ = ["one_thread"]  # a fixture
 
-pytestmark = pytest.mark.filterwarnings("default")  # transformers' own warnings
+pytestmark = pytest.mark.filterwarnings("default")  # transformers issues warnings of its own
 
 
 @pytest.fixture(scope="module")

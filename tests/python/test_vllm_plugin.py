@@ -423,7 +423,7 @@ def test_supported_options(change: dict[str, Any]) -> None:
 
 def test_each_rank_of_data_parallelism_is_on_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("prometheus_client")
-    known: set[int] = {0}  # nothing is registered for engines other than the first
+    known: set[int] = {0}  # with an engine already known, no collector is registered
     monkeypatch.setattr(metrics, "_identities", known)
     made = config(
         parallel_config__data_parallel_size=3,
