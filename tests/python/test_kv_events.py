@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Description: KV events report recorded and evicted prefixes; a router that follows them has a
-correct view.
+"""Description: KV events report which prefixes are recorded and evicted; a router that applies
+them knows what is cached.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def record(engine: RequestCache, tokens: list[int], namespace: Namespace) -> Non
 
 
 class Router:
-    """A router's view, built from events alone: maps each block's hash to its parent's."""
+    """A router that knows a cache only from its events; maps block hashes to parent hashes."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, int | None] = {}
@@ -135,7 +135,7 @@ def test_a_router_agrees_with_the_cache(backend: str, seed: int) -> None:
 
 @pytest.mark.parametrize("namespace", [("adapter", 0), 7, "adapter"])
 def test_a_namespace_is_never_mistaken_for_none(sharing: Context, namespace: Hashable) -> None:
-    """A router may use tokens and names instead of our hashes."""
+    """The events also carry tokens and names, for routers that do not use our hashes."""
     with small_cache(sharing) as cache:
         events = KVEvents(cache)
         serve(cache, [1] * ROWS, namespace)
@@ -146,7 +146,7 @@ def test_a_namespace_is_never_mistaken_for_none(sharing: Context, namespace: Has
 
 
 class Adapter(str, enum.Enum):
-    """Namespace names as a server might define them."""
+    """An enumeration of namespace names, as a server might define one."""
 
     ONE = "one"
 
@@ -173,7 +173,7 @@ def test_engine_namespaces_are_identified_by_name(sharing: Context) -> None:
             record(engine, [1] * ROWS, spaces[-1])
             _, stored = events.poll()
             assert isinstance(stored, BlockStored)
-            # the name None differs from no namespace
+            # a namespace whose name is None is not the same as no namespace
             hashed = (None,) if names[-1] is None else names[-1]
             assert stored.lora_name == (hashed if isinstance(hashed, str) else repr(hashed))
             assert stored.block_hashes == block_hashes([1] * ROWS, ROWS, hashed)

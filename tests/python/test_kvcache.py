@@ -94,7 +94,7 @@ def test_every_layer_row_and_slot_has_its_own_place(context: Context, group_size
 
 @needs_tensors
 def test_rows_that_do_not_divide_a_page(context: Context) -> None:
-    """Rows of 384 bytes: three heads of 64 float16 elements, the shape of SmolLM2."""
+    """Uses SmolLM2's shape: three heads of 64 float16 elements, so that a row has 384 bytes."""
     page = context.info.granule
     shape: dict[str, Any] = {"num_kv_heads": 3, "head_dim": 64, "dtype": "float16"}
     per_page = page // 384
@@ -208,7 +208,7 @@ def test_a_prefill_needs_memory_for_overread_rows(context: Context) -> None:
     with small_cache(context, overread_rows=ROWS, memory_limit=limit) as cache:
         cache.alloc_reqid()
         cache.alloc_reqid()
-        assert cache.step(lens(cache, r0=ROWS + 1)) == 0  # no rows past that length are needed
+        assert cache.step(lens(cache, r0=ROWS + 1)) == 0  # too short to need overread rows
         assert cache.can_admit([PREFILL_TOKENS])
         assert cache.step(lens(cache, r1=3 * ROWS - 3)) == -1, "3 pages and a tile"
         assert not cache.can_admit([3 * ROWS - 3])
@@ -652,7 +652,7 @@ def test_close_with_a_live_tensor(context: Context) -> None:
 
 
 def _warnings_of(work: Callable[[], object]) -> list[str]:
-    """Returns the warnings about objects that `work` leaks."""
+    """Returns the warnings issued when the objects that `work` leaks are collected."""
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

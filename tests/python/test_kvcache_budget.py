@@ -62,7 +62,7 @@ def hold(cache: KVCache, pages: int) -> int:
 
 
 def longer(cache: KVCache, reqid: int, pages: int) -> list[int]:
-    """Returns the current lengths, but with as many rows for one request as `pages` pages hold."""
+    """Returns the current lengths, with one request's length set to what `pages` pages hold."""
     lens = [slot.seq_len for slot in cache.snapshot()]
     lens[reqid] = cache.layout.capacity(pages)
     return lens
@@ -131,7 +131,7 @@ def test_own_free_slots_are_reclaimed_before_those_of_others(context: Context) -
         assert first is not None
         assert second is not None
         lens = [0] * 4
-        lens[second] = 16  # the pages belong to the other slot
+        lens[second] = 16  # the mapped pages are in the other slot
         assert a.step(lens) == 0
         assert b.stats().cached_pages == 8
 
@@ -198,8 +198,8 @@ def test_memory_is_freed_for_a_new_floor(context: Context) -> None:
 def test_a_cache_whose_creation_failed_has_no_floor(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The exception comes after the budget has admitted the cache, before anything is mapped for
-    it.
+    """The exception comes after the budget has admitted the cache, but before anything is mapped
+    for it.
     """
 
     def interrupted(groups: object) -> None:
@@ -313,8 +313,8 @@ def test_a_busy_cache_lets_others_take_a_turn(context: Context) -> None:
 
 
 class BudgetModel:
-    """Two caches and a plain count of their requests' pages, which tells how many pages each can
-    still get.
+    """Two caches, with a plain count of their requests' pages that predicts how many pages each
+    cache can still get.
     """
 
     def __init__(self, caches: dict[str, KVCache], total: int, seed: int) -> None:
@@ -406,7 +406,7 @@ def test_a_budgets_total_is_changed(context: Context) -> None:
         assert budget.stats().total_bytes == 20 * page
         second = one.alloc_reqid()
         assert second is not None
-        assert one.step(longer(one, second, 1)) == -1  # the rest belongs to the other cache
+        assert one.step(longer(one, second, 1)) == -1  # the rest is the other cache's floor
         budget.set_limit(24 * page)
         assert one.step(longer(one, second, 1)) == 0
         hold(other, 4)

@@ -19,14 +19,14 @@ from pyvmem import Context, FdEvent, NotSupported
 from pyvmem.kvcache import KVCache, KVCacheConfig, LayeredCache, LayerShape
 
 SLAB = 64 << 20
-# the driver's own memory, such as page tables, as in tests/gpu/test_pool_gpu.py; 60 MB on an H100
+# allowance for the driver's own memory, such as page tables: 60 MB on an H100
 DRIVERS = 64 << 20
 PAGE = 64 << 10
 REQUESTS = 160
 LAYERS = 4
 ROW = 8 * 128 * 2  # bytes per row; a page holds 32 rows
 ROWS = PAGE // ROW
-LIVE = REQUESTS // 10 * 2 * LAYERS * 8 * PAGE  # bytes of the remaining requests
+LIVE = REQUESTS // 10 * 2 * LAYERS * 8 * PAGE  # bytes held by the requests that are not freed
 AN_HOUR = 3600.0  # keeps the cache's own thread from running during a test; see `looks`
 
 
@@ -46,8 +46,8 @@ def config(**changes: object) -> KVCacheConfig:
 
 @contextmanager
 def fragmented(backend: str, **changes: object) -> Iterator[tuple[KVCache, dict[int, int]]]:
-    """Yields a cache of which a random nine tenths of the requests were freed, and the remaining
-    requests' rows by reqid.
+    """Yields a cache in which a random nine tenths of the requests have been freed, and the marks
+    in the remaining requests' rows, by reqid.
     """
     with open_context(backend) as context:
         if context.info.granule > PAGE:
@@ -101,7 +101,7 @@ def is_compact(cache: KVCache) -> bool:
 
 
 def looks(cache: KVCache) -> None:
-    """Does what the cache's thread does in an idle period of `idle_seconds`."""
+    """Does what the cache's own thread does once the cache has been idle for `idle_seconds`."""
     idle = cache._idle
     assert idle is not None
     idle._look()  # notices that calls were made since the last check
@@ -118,17 +118,17 @@ def rest(cache: KVCache, stream: Any = None) -> None:
 
 
 def device_bytes(backend: str) -> int | None:
-    """Returns the memory in use as counted by the system, not the library; None if the system
-    cannot tell for this process.
+    """Returns the memory in use according to the system rather than the library, or None if there
+    is no figure for this process alone.
     """
     if backend != "host":
         import torch
 
         if not torch.cuda.is_available() or "PYTEST_XDIST_WORKER" in os.environ:
-            return None  # other workers also use memory of the device
+            return None  # other workers use the device's memory, too
         free, total = torch.cuda.mem_get_info()
         return int(total - free)
-    # the memory of the host back end is in shared files
+    # the host back end keeps its memory in shared files
     with open(f"/proc/{os.getpid()}/status") as status:
         found = re.search(r"RssShmem:\s+(\d+) kB", status.read())
     assert found is not None
@@ -156,7 +156,7 @@ def test_trim_moves_pages_of_idle_requests_on_request(backend: str) -> None:
 
 
 def test_an_idle_cache_is_compacted(backend: str) -> None:
-    """The default configuration compacts; compares the memory as counted by the system."""
+    """Uses the default configuration, and also checks the memory in use according to the system."""
     before = device_bytes(backend)
     with fragmented(backend) as (cache, _):
         rest(cache)
@@ -172,8 +172,7 @@ def test_an_idle_cache_is_compacted(backend: str) -> None:
 
 
 def test_an_idle_cache_of_prefixes_is_compacted(backend: str) -> None:
-    """No request is left, although the last step named some; the next turn finds its cached
-    rows."""
+    """Only cached prefixes are left when the cache is compacted; each next turn finds its rows."""
     with fragmented(backend) as (cache, marks):
         tokens = {reqid: range(1000 * reqid, 1000 * reqid + 8 * ROWS) for reqid in marks}
         for reqid in marks:

@@ -121,12 +121,12 @@ def test_a_request_is_ready_once_its_growth_in_the_background_is_over(context: C
 
 
 def lacking(cache: KVCache, reqid: int | None, tokens: int) -> int:
-    """Returns the number of pages that a request still needs."""
+    """Returns the number of pages that a request still needs to hold `tokens` tokens."""
     return cache.memory.for_request(reqid, tokens) // cache.layout.page_size
 
 
 def obtainable(cache: KVCache) -> list[int]:
-    """Returns the number of pages that requests can get, and the number of all pages."""
+    """Returns the number of pages that requests can get, and the total number of pages."""
     return [size // cache.layout.page_size for size in cache.memory.obtainable()]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Counts every field of `CacheStats` independently, from a random trace of calls.
+"""Checks the fields of `CacheStats` against an independent count over a random trace of calls.
 
 The calls succeed, run short of memory, fail in the driver (`Context.inject`) or are interrupted.
 The effect of a call is derived from its result and from the slots before and after it, never from a
@@ -79,7 +79,7 @@ class Trace:
         return True, answer
 
     def prompt(self) -> list[int]:
-        """Returns a prompt of one of a few kinds, some of which share a prefix."""
+        """Returns a prompt of one of three kinds; prompts of the same kind share a prefix."""
         kind = self.dice.randrange(3)
         return [kind * 100 + n for n in range(self.dice.randrange(1, 5 * ROWS))]
 
@@ -90,11 +90,11 @@ class Trace:
             if answered and reqid is not None:
                 self.tokens[reqid] = []
             return
-        asked: Any = self.cache.match(ids) if form else ids  # a lookup alone counts nothing
+        asked: Any = self.cache.match(ids) if form else ids  # `match` itself counts nothing
         answered, begun = self.call(self.cache.alloc_prefix, asked)
         if form:
             asked.release()
-        # the exception may have come after all the work was done, so that only the result was lost
+        # the interrupt may have come after the work was done, so that only the result was lost
         if self.cut:
             stats, told = self.cache.stats(), {}
             for name in ("queries", "query_tokens", "hits", "hit_tokens"):
@@ -139,7 +139,7 @@ class Trace:
             ids += [99] * (lengths[reqid] - len(ids))
 
     def take_cut(self, lengths: list[int], rows: list[int], *, ahead: bool) -> None:
-        """Accounts for an interrupted step: either it happened and was counted, or it did not."""
+        """Counts an interrupted step if the cache did, as it must have if the step took effect."""
         if not self.cut:
             return
         name = "steps_async" if ahead else "steps"
@@ -152,8 +152,8 @@ class Trace:
         self.want[name] += told
 
     def slack(self, before: CacheStats, after: CacheStats) -> int:
-        """Returns the number of pages that the step reused; each may be counted as zeroed once more
-        than as granted.
+        """Returns the number of pages that the step reused: it may have zeroed each of them without
+        granting a new page.
         """
         return after.reused_pages - before.reused_pages
 
@@ -188,7 +188,7 @@ class Trace:
     # ---- checks after each call ---------------------------------------------------------------
 
     def settle(self) -> None:
-        """Adopts the contents of the slots, which an interrupted call may have changed."""
+        """Updates the expected tokens from the slots: an interrupted call may have changed them."""
         snapshot = self.cache.snapshot()
         for slot in snapshot:
             if slot.state == "active":
@@ -241,8 +241,8 @@ class Trace:
             self.check(settled=self.quiet())
 
     def quiet(self) -> bool:
-        """Waits for background work; returns true if the records already include it, as after a
-        step.
+        """Waits for background work; returns true if a step has also added its results to the
+        records.
         """
         eventually(lambda: not any(slot.in_flight for slot in self.cache.snapshot()))
         if self.dice.random() < 0.5:
@@ -250,7 +250,7 @@ class Trace:
         lengths = [len(self.tokens.get(reqid, ())) for reqid in range(SLOTS)]
         try:
             self.want["short" if self.cache.step(lengths) else "steps"] += 1
-        except VMemError:  # a failure in the background
+        except VMemError:  # the background work failed
             return False
         eventually(lambda: not any(slot.in_flight for slot in self.cache.snapshot()))
         return True

@@ -68,8 +68,8 @@ def lens(cache: KVCache, **by_reqid: int) -> list[int]:
 
 
 def entries(cache: KVCache, reqid: int) -> list[int]:
-    """Returns the bytes mapped by each block's large entry in the first tensor, or 0 for a block
-    without one.
+    """Returns, for each block of the slot in the first tensor, the size of the entry that maps its
+    first page, or 0 if that page is not mapped.
     """
     at = cache.layout.offset(reqid)
     return [cache.reservation.query(at + block * BLOCK).entry_bytes for block in range(4)]
@@ -117,7 +117,7 @@ def test_a_prefill_maps_whole_blocks_in_one_call_and_the_rest_in_another(cache: 
 def test_truncated_within_a_block_and_grown_again(cache: KVCache) -> None:
     reqid = prefill(cache, 2 * FULL)
     assert cache.truncate(reqid, FULL + 5) == 0
-    assert entries(cache, reqid) == [BLOCK, BLOCK, 0, 0]  # memory is not short
+    assert entries(cache, reqid) == [BLOCK, BLOCK, 0, 0]  # kept, because memory is not short
     assert cache.context.stats().splits == 0
     assert cache.step(lens(cache, **{f"r{reqid}": 2 * FULL})) == 0
     assert rows_are(cache, reqid, 0, FULL + 5, 1.0)
@@ -200,7 +200,7 @@ def test_a_request_grows_within_its_entry(cache: KVCache) -> None:
     lengths = lens(cache, **{f"r{first}": 30 * ROWS, f"r{second}": 28 * ROWS})
     assert cache.step(lengths) == 0
     assert entries(cache, first)[0] == entries(cache, second)[0] == BLOCK
-    lengths[first] = 42 * ROWS  # 8 free pages and 4 of the other request's
+    lengths[first] = 42 * ROWS  # 10 more: 8 are free, the other's entry has 4 unused
     assert cache.step(lengths) == 0
     assert entries(cache, first)[:2] == [BLOCK, PAGE]
     assert entries(cache, second)[0] == PAGE

@@ -145,8 +145,9 @@ def test_a_failed_fill_hands_nothing_over(context: Context) -> None:
 
 
 def _engine(cache: KVCache, calls: list[Callable[[], object]]) -> None:
-    """Grows, truncates, reuses slots and reclaims pages, in the calling thread and in the
-    background."""
+    """Appends the calls of an engine that grows requests, reuses slots and reclaims pages, in the
+    calling thread and in the background.
+    """
     calls += [
         lambda: cache.alloc_reqid(ROWS),
         lambda: cache.alloc_reqid(ROWS),
@@ -167,7 +168,7 @@ def _engine(cache: KVCache, calls: list[Callable[[], object]]) -> None:
 
 
 def _now(cache: KVCache, want: dict[int, int]) -> list[int]:
-    """Returns lengths with `want` for the slots that are in use."""
+    """Returns the lengths for a step: those in `want` for the slots that are in use, else 0."""
     taken = {slot.reqid for slot in cache.snapshot() if slot.state == "active"}
     return [want.get(reqid, 0) if reqid in taken else 0 for reqid in range(cache.config.max_batch)]
 
@@ -175,7 +176,7 @@ def _now(cache: KVCache, want: dict[int, int]) -> list[int]:
 @pytest.mark.parametrize("deferred", [True, False])
 @pytest.mark.parametrize("count", [1, 2])
 def test_every_driver_call_fails_once(backend: str, deferred: bool, count: int) -> None:
-    """The nth call fails, and with `count` 2 also the next call, which is the rollback's."""
+    """Fails the nth driver call and, if `count` is 2, also the next one, made by the rollback."""
     survived = False
     skip = 0
     while not survived:
@@ -193,7 +194,7 @@ def test_every_driver_call_fails_once(backend: str, deferred: bool, count: int) 
                 context.inject(DRIVER, count=0)
                 eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
                 survived &= not cache._groups[0].reclaimer.errors
-                for _ in range(3):  # failures from the background
+                for _ in range(3):  # a step also raises failures of background work
                     survived &= _survives(lambda: cache.step(_now(cache, {})))
                 _still_works(cache)
             assert context.stats().used_bytes == context.stats().quarantined_bytes or count == 2
@@ -297,7 +298,7 @@ def test_a_close_that_waits_can_be_interrupted_and_repeated(backend: str) -> Non
 
 
 def test_a_full_queue_is_not_a_memory_shortage(context: Context) -> None:
-    """If no batch fits, memory that is needed immediately is unmapped in the calling thread."""
+    """If the queue has no room for a batch, the calling thread unmaps memory needed immediately."""
     limit = 4 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit, max_batch=3) as cache:
         cache.alloc_reqid()

@@ -21,7 +21,7 @@ def test_a_step_that_fails_in_one_group_changes_none(context: Context) -> None:
         assert [cache.alloc_reqid() for _ in range(2)] == [0, 1]
         assert cache.step(both(cache, 4)) == 0
         before, mapped = state(cache), cache.stats().mapped_bytes
-        # driver calls for both requests
+        # the number of map calls for both requests
         calls = 2 * sum(one.layout.num_tensors for one in cache.caches)
         for skip in (0, calls // 2, calls - 1):
             context.inject(Inject.MAP, skip=skip)
@@ -100,7 +100,7 @@ def test_the_windows_of_all_groups_slide_in_one_batch(context: Context) -> None:
 def test_a_snapshot_agrees_with_the_records(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Includes pages whose unmapping completes while the snapshot is taken."""
+    """Covers pages whose unmap completes while the snapshot is being taken."""
     poll = Reclaimer.poll
     with sliding(context) as cache:
         assert cache.alloc_reqid() == 0
@@ -149,7 +149,7 @@ def test_a_request_ends_while_its_window_slides(context: Context) -> None:
 
 @pytest.mark.parametrize("kind", [Inject.MAP, Inject.HEAP])
 def test_a_truncation_that_fails_changes_no_group(context: Context, kind: Inject) -> None:
-    """Fails each of the driver calls that copy or replace pages."""
+    """Fails in turn each driver call, or each heap allocation, that the truncation makes."""
     failed = 0
     for skip in range(200):
         with layered(context) as cache:
@@ -162,7 +162,7 @@ def test_a_truncation_that_fails_changes_no_group(context: Context, kind: Inject
             before = state(cache)
             context.inject(kind, skip=skip)
             try:
-                done = cache.truncate(child, 11) == 0  # -1: memory is short
+                done = cache.truncate(child, 11) == 0  # returns -1 if memory is short
             except VMemError:
                 done = False
             finally:

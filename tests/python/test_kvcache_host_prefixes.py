@@ -45,14 +45,14 @@ def unit_bytes(context: Context) -> int:
 
 
 def recorded(cache: KVCache, rows: int, tag: float = 3.0, first: int = 0) -> list[int]:
-    """Runs and frees a request whose rows are recorded; returns its ids."""
+    """Runs a request and records its rows when it is freed; returns its token ids."""
     ids = list(range(first, first + rows))
     cache.free_reqid(started(cache, rows, tag), tokens=ids)
     return ids
 
 
 def begins(cache: KVCache, ids: list[int], rows: int, tag: float = 3.0) -> int:
-    """Starts a request with the first `rows` rows cached; checks them."""
+    """Starts a request, and checks that exactly its first `rows` rows are found cached."""
     taken = cache.alloc_prefix([*ids, 7])
     assert taken is not None
     assert taken[1] == rows
@@ -69,7 +69,7 @@ def by_trim(cache: KVCache) -> None:
 
 
 def by_pressure(cache: KVCache) -> None:
-    """Starts a request that needs all memory."""
+    """Evicts every prefix by running a request that needs all of the cache's memory."""
     cache.free_reqid(started(cache, 6 * ROWS, 9.0))
 
 
@@ -152,7 +152,7 @@ def test_a_prefix_split_between_device_and_host(context: Context) -> None:
 
 
 def test_a_prompt_that_branches_off_the_prefix(context: Context) -> None:
-    """The request gets the units that both prompts share, in its own namespace."""
+    """A request gets only the units that its prompt shares with a prefix of its own namespace."""
     unit = unit_bytes(context)
     with small_cache(context, host_prefixes=8 * unit) as cache:
         ids = recorded(cache, 3 * ROWS)
@@ -322,7 +322,7 @@ def test_requests_of_several_threads(host: Context) -> None:
 
 
 def test_rows_that_gpu_work_still_writes_are_not_stored(context: Context) -> None:
-    """`trim` waits for the work; a request that needs the pages does not wait."""
+    """`trim` waits for the work and then stores the rows; an eviction for a request drops them."""
     unit = unit_bytes(context)
     with small_cache(context, host_prefixes=4 * unit) as cache, pending() as work:
         ids = list(range(ROWS))
@@ -387,7 +387,7 @@ def test_the_kernel_gets_the_addresses_of_the_rows(
 
 
 def test_a_copy_that_fails(host: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    """First the store fails, then the load: the request starts without the prefix."""
+    """First a store fails; then a load fails, and its request starts without the prefix."""
     unit = unit_bytes(host)
     with small_cache(host, host_prefixes=4 * unit) as cache:
         ids = recorded(cache, 2 * ROWS)
@@ -503,7 +503,7 @@ def test_close_frees_host_memory(host: Context) -> None:
 
 
 class HostModel(ShareModel):
-    """A model in which some prefixes come back from host memory, with the expected rows."""
+    """A model that also expects the right rows in prefixes that are loaded from host memory."""
 
     def __init__(self, cache: KVCache, seed: int) -> None:
         super().__init__(cache, seed)
@@ -539,7 +539,7 @@ class HostModel(ShareModel):
         self.grow({reqid: prompt[length:]})
 
     def any_step(self) -> None:
-        """Mostly starts and ends requests, so that many find prefixes recorded by others."""
+        """Starts and ends many requests, so that many of them find prefixes recorded by others."""
         pick = self.random.random()
         if pick < 0.6:
             super().any_step()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Description: unequal layers: MLA's single tensor, uneven heads and sizes, one step for all
-layers."""
+"""Description: layers of unequal shapes, such as MLA's single tensor, which one step grows
+together."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def units(page: int) -> int:
 
 
 def uneven(page: int) -> list[LayerShape]:
-    """Returns four groups: wide, narrow, and keys with narrower values (two groups)."""
+    """Returns layers that form four groups: wide, narrow, and one each for the keys and the
+    narrower values of the last layer.
+    """
     heads = units(page)
     return [
         LayerShape(2 * heads, 64),
@@ -71,7 +73,7 @@ def holds(cache: LayeredCache, reqid: int, tags: list[int]) -> bool:
 
 
 def state(cache: LayeredCache) -> list[Any]:
-    """Returns the state that requests can see."""
+    """Returns the slots' lengths and granted pages, which a failed call must not change."""
     return [
         [(slot.reqid, slot.seq_len, slot.granted_pages) for slot in one.snapshot()]
         for one in cache.caches
@@ -81,8 +83,9 @@ def state(cache: LayeredCache) -> list[Any]:
 def note_ahead(
     cache: LayeredCache, owned: dict[int, list[int]], want: dict[int, list[int]]
 ) -> None:
-    """Records the pages that `step_async` mapped for a `step` that ran short: at most those
-    requested."""
+    """Updates `owned` with the pages that `step_async` mapped before `step` ran short; checks that
+    they are at most those in `want`.
+    """
     for place, one in enumerate(cache.caches):
         for slot in one.snapshot():
             if slot.reqid in owned:

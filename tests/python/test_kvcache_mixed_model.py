@@ -37,7 +37,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 class MixedModel(ShareModel):
-    """A model whose blocks are joined, split and copied, and whose pages move to the host and
+    """A model of a cache that joins, splits and copies blocks, and moves pages to the host and
     back.
     """
 
@@ -46,7 +46,7 @@ class MixedModel(ShareModel):
         self._watch(cache)
 
     def _watch(self, cache: KVCache) -> None:
-        """Checks that no background work splits an entry of 2 MiB that holds rows of a request."""
+        """Checks that no batch on the worker splits a 2 MiB entry that maps rows of a request."""
         context, submit = cache.context, cache.context.submit
 
         def watched(ops: OpBatch, *more: Any, **options: Any) -> Any:
@@ -126,7 +126,7 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drive(backend: str, policy: str, seed: int, steps: int) -> MixedModel:
-    """Runs a random engine; with odd seeds, memory does not suffice for whole blocks."""
+    """Runs a random engine; with an odd seed, the context is too small for whole blocks."""
     with in_slabs(backend, mem_limit=80 * TENSORS * (MIB2 // 4) if seed % 2 else 0) as context:
         with cache_of(context, POLICIES[policy]) as cache:
             model = MixedModel(cache, seed)
@@ -149,7 +149,7 @@ def test_random_engine(backend: str, policy: str, seed: int) -> None:
 
 
 class LayeredModel(MixedModel):
-    """With several groups, a cached prefix ends where no group splits a page."""
+    """A model of a cache with several groups, whose prefixes end where no group splits a page."""
 
     def refused(self, before: tuple[Any, ...]) -> None:
         self.count("no memory")

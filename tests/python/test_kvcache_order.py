@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: reuse of pages between requests in a KVCache, and its waits for GPU work.
+"""Description: how a KVCache reuses pages between requests, and when it waits for GPU work.
 
-An FdEvent stands for GPU work, on every back end: no page that the work may access changes before
+On every back end, an FdEvent stands for GPU work: no page that the work may access changes before
 the event fires.
 """
 
@@ -154,9 +154,7 @@ def test_the_callers_event_may_be_closed_at_once(context: Context) -> None:
 
 
 def test_the_work_of_the_owner_before_last_still_counts(context: Context) -> None:
-    """The first owner's work is still running after the second owner's work, on other pages, has
-    completed.
-    """
+    """The first owner's work is still running, although the second owner's work has completed."""
     with (
         small_cache(context, max_batch=1, zero_fill=False) as cache,
         pending() as first,
@@ -177,7 +175,7 @@ def test_the_work_of_the_owner_before_last_still_counts(context: Context) -> Non
 def test_a_growth_finished_by_another_call_leaves_no_work_to_a_stream(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The call names no stream, and the next step may name any."""
+    """That call names no stream, and the next step may name any stream."""
     devices = []
     monkeypatch.setattr(growth, "order_after", lambda event, stream, on: devices.append(on))
     with (
@@ -211,7 +209,7 @@ def test_a_step_short_of_memory_waits_for_the_work_on_freed_pages(context: Conte
 
 
 def test_a_step_short_of_memory_uses_completed_slots_first(context: Context) -> None:
-    """The older slot's work never completes, and its pages are not needed."""
+    """The slot freed first has work that never completes, but its pages are not needed."""
     limit = 4 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit) as cache, pending() as endless:
         for _ in range(3):
@@ -246,7 +244,7 @@ def test_reclaims_may_complete_in_any_order(context: Context) -> None:
 
 
 def test_a_page_full_of_nan_is_zeroed_for_the_next_owner(context: Context) -> None:
-    """Pages are zeroed within their slot, and when they reach another slot through the pool."""
+    """Covers pages that are reused in their slot and pages that another slot gets from the pool."""
     limit = 3 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit, max_batch=2) as cache:
         cache.alloc_reqid()
@@ -303,8 +301,8 @@ def test_growth_without_zero_fill_keeps_contents(context: Context) -> None:
     [(1, 1), (ROWS, 1), (ROWS + 1, 3), (3 * ROWS, 3), (4 * ROWS, 0), (5 * ROWS + 1, 0), (0, 1)],
 )
 def test_best_fit(context: Context, length: int, best: int) -> None:
-    """Free slots have 5, 1, 0 and 3 pages: the smallest sufficient slot is best, else the
-    largest.
+    """Free slots have 5, 1, 0 and 3 pages: the smallest slot with enough pages is used, else the
+    largest slot.
     """
     with small_cache(context) as cache:
         for _ in range(4):
@@ -316,7 +314,7 @@ def test_best_fit(context: Context, length: int, best: int) -> None:
 
 
 def test_among_equal_fits_the_slot_freed_first_is_used(context: Context) -> None:
-    """A reqid that was kept by mistake is thus reused as late as possible."""
+    """In this order, a reqid that an engine keeps by mistake is reused as late as possible."""
     with small_cache(context) as cache:
         for _ in range(4):
             cache.alloc_reqid()
@@ -431,7 +429,7 @@ def test_pages_in_flight_are_unmapped_later(context: Context) -> None:
 
 
 def test_watermark(context: Context) -> None:
-    """When less than a quarter of 16 pages is free, pages of the slot freed first are unmapped."""
+    """When fewer than 4 of 16 pages are free, pages of the slot freed first are unmapped."""
     limit = 16 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit, low_watermark=0.25) as cache:
         for _ in range(4):
@@ -483,7 +481,7 @@ def test_pages_beyond_an_unmap_in_flight_can_be_reclaimed_too(context: Context) 
         assert cache.step(lens(cache)) == 0
         assert cache.snapshot()[0].in_flight
         other = cache.alloc_reqid(6 * ROWS)
-        if other == 0:  # the best fit is the slot with pages, so take another slot
+        if other == 0:  # the best fit is the slot that has pages; take another
             other = cache.alloc_reqid()
             cache.free_reqid(0, work)
         with firing_later(work):

@@ -98,7 +98,7 @@ def test_the_last_tokens_are_left_to_compute(context: Context) -> None:
 
 
 def test_prefixes_branch_in_the_middle(context: Context) -> None:
-    """Two requests have the first two of three pages in common; each has its own third page."""
+    """Two requests share the first two of three pages; each has a third page of its own."""
     with small_cache(context) as cache:
         other = PROMPT[: 2 * ROWS] + [7] * ROWS
         recorded(cache, PROMPT[: 3 * ROWS], 1.0)
@@ -308,7 +308,7 @@ def test_a_match_may_outlive_its_cache(context: Context) -> None:
 
 
 def test_admission_counts_the_cached_prefix(context: Context) -> None:
-    """An idle cache must not refuse a request forever that it could serve."""
+    """Otherwise, an idle cache might forever refuse a request that it could serve."""
     limit = 4 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit) as cache:
         running = started(cache, 3 * ROWS)
@@ -412,7 +412,7 @@ def test_only_the_part_of_a_prefix_in_use_stays(context: Context) -> None:
 
 
 def test_a_prefix_is_evicted_only_after_all_idle_pages(context: Context) -> None:
-    """The idle pages include a slot's pages beyond those already being unmapped."""
+    """Idle pages include those left in a slot some of whose pages are already being unmapped."""
     limit = 6 * TENSORS * context.info.granule
     with (
         small_cache(context, memory_limit=limit, low_watermark=0.5) as cache,
@@ -429,8 +429,7 @@ def test_a_prefix_is_evicted_only_after_all_idle_pages(context: Context) -> None
 
 
 def test_unowned_pages_can_be_evicted_below_a_request_too(context: Context) -> None:
-    """A fork of the first page protects the whole prefix until the prefix's other pages are
-    needed."""
+    """A fork that uses the prefix's first page does not protect the other pages from eviction."""
     limit = 5 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit) as cache:
         parent = started(cache, 3 * ROWS)
@@ -451,7 +450,7 @@ def test_unowned_pages_can_be_evicted_below_a_request_too(context: Context) -> N
 
 
 def test_a_finished_request_protects_no_prefix(context: Context) -> None:
-    """The request's pages are unmapped later, but the LRU order is that of the calls."""
+    """The prefix that was used first is evicted first, although its pages are unmapped later."""
     limit = 5 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit) as cache, pending() as work:
         first, second = PROMPT[: 2 * ROWS], [5] * (2 * ROWS)
@@ -523,7 +522,7 @@ def test_without_a_slot_nothing_changes(context: Context) -> None:
         eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
         assert cache.alloc_reqid() is not None
         assert cache.alloc_reqid() is not None
-        # Rows that a slot kept for a next turn may still be in the middle of an unmap.
+        # The pages that a slot kept for a next turn may still be in the process of being unmapped.
         eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
         before = state(cache)
         assert cache.alloc_prefix(PROMPT) is None
@@ -561,7 +560,7 @@ def test_every_driver_call_of_record_and_match_may_fail(context: Context) -> Non
 
 
 def test_short_of_heap_for_a_freed_part(context: Context) -> None:
-    """Memory that cannot be freed now counts as held, and is freed later."""
+    """Pages that cannot be freed for lack of heap still count as shared, and are freed later."""
     with small_cache(context) as cache:
         recorded(cache, PROMPT[: 4 * ROWS])
         eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))

@@ -198,7 +198,7 @@ def test_blocks_are_joined_as_they_fill(backend: str) -> None:
 
 @contextmanager
 def cold_pool(slots: int) -> Iterator[KVCache]:
-    """Yields a cache with 4 blocks per slot and tensor, over a pool without memory."""
+    """Yields a cache with 4 blocks per slot and tensor, whose pool has no memory yet."""
     page, tensors = 64 << 10, 8
     pages = 4 * (2 << 20) // page
     limit = slots * pages * tensors * page * 7 // 8
@@ -301,7 +301,7 @@ def test_promotion_uses_the_memory_that_is_free(backend: str) -> None:
 
 @pytest.mark.usefixtures("everywhere")
 def test_a_promotion_without_memory_is_retried(backend: str) -> None:
-    """The request is promoted although it never fills another block."""
+    """Once there is memory, the request is promoted, although it never fills another block."""
     with in_slabs(backend) as context:
         limit = (2 * UNIT + 4) * TENSORS * context.info.granule
         options = {"window_tile": 0, "memory_limit": limit}

@@ -44,7 +44,7 @@ def turn(cache: KVCache, rows: int = TURN, tag: float = 1.0) -> int:
 
 
 def calls(cache: KVCache, act: Callable[[], Any]) -> tuple[int, Any]:
-    """Returns the number of driver calls that a call makes, including those in the background, and
+    """Returns the number of driver calls that `act` causes, including those in the background, and
     its result.
     """
     before = cache.stats().driver_calls
@@ -100,8 +100,8 @@ def test_kept_pages_are_read_only_and_others_unmapped(host: Context) -> None:
 
 
 def test_only_what_is_missing_is_mapped(host: Context) -> None:
-    """A conversation has two requests: the shorter request's slot is free, the longer request's
-    slot is not.
+    """The slot with the shorter part of a conversation is free; the slot with the longer part is
+    still in use.
     """
     with small_cache(host) as cache:
         short = started(cache, 2 * ROWS)
@@ -111,7 +111,7 @@ def test_only_what_is_missing_is_mapped(host: Context) -> None:
         longer = begun[0]
         grown(cache, longer, 2 * ROWS, 5 * ROWS, 2.0)
         cache.free_reqid(short, tokens=PROMPT[: 2 * ROWS])
-        cache.record(longer, PROMPT[: 5 * ROWS])  # it continues to run
+        cache.record(longer, PROMPT[: 5 * ROWS])  # this request continues to run
         settled(cache)
         whole, other = calls(cache, lambda: cache.fork(longer, 5 * ROWS))
         cache.free_reqid(other)
@@ -119,7 +119,7 @@ def test_only_what_is_missing_is_mapped(host: Context) -> None:
         count, begun = calls(cache, lambda: cache.alloc_prefix(PROMPT))
         assert begun == (short, 5 * ROWS)
         assert count > 0
-        assert cache.stats().prefix_resumed == 0  # something was mapped
+        assert cache.stats().prefix_resumed == 0  # not a resume, because pages were mapped
         assert rows_are(cache, short, 0, 2 * ROWS, 1.0)
         assert rows_are(cache, short, 2 * ROWS, 5 * ROWS, 2.0)
         cache.check_integrity()
@@ -282,7 +282,9 @@ def test_unequal_layers_resume_together(host: Context) -> None:
 
 
 def test_only_slots_with_an_evicted_page_are_unmapped(host: Context) -> None:
-    """Two requests were recorded, in a block's first and last pages; the last pages are evicted."""
+    """The slot keeps the first two of a prefix's four pages; first the last two are evicted, then
+    the middle two.
+    """
     with small_cache(host, max_batch=8) as cache:
         tokens = list(range(4 * ROWS))
         parent = started(cache, 4 * ROWS)

@@ -113,8 +113,8 @@ def test_truncate_frees_rows_and_whole_pages(context: Context, length: int) -> N
 
 @pytest.mark.parametrize("zero_fill", [True, False])
 def test_truncate_frees_overread_pages_of_a_prompt(context: Context, zero_fill: bool) -> None:
-    """The pages have no owner until the work that reads them has completed; then the request can
-    get them back.
+    """The request can get the freed pages back immediately; another request must wait for the work
+    that may read them.
     """
     rows, limit = 2 * ROWS + 2, 6 * TENSORS * context.info.granule
     options = {"overread_rows": 2 * ROWS, "zero_fill": zero_fill, "memory_limit": limit}
@@ -206,7 +206,9 @@ def test_pages_promised_by_step_async_stay_promised(context: Context) -> None:
 
 
 def test_speculation_rolls_back_rejected_tokens(context: Context) -> None:
-    """Each step adds four draft tokens, and one to five rows stay; a page holds eight rows."""
+    """Each step adds a token and four draft tokens, and keeps one to five of these five rows; a
+    page holds eight rows.
+    """
     with small_cache(context) as cache:
         one, tags = start(cache, 3), [1, 2, 3]
         for turn in range(12):

@@ -53,7 +53,7 @@ def config(slots: int, pages: int, **policy: object) -> KVCacheConfig:
 def cache_of(
     slots: int, pages: int, mappings: int, **policy: object
 ) -> Iterator[tuple[KVCache, list[int]]]:
-    """Yields a cache on host with a limit on mappings; all its slots are taken."""
+    """Yields a cache on host with a limit on mappings and all slots taken, and its lengths (0)."""
     with (
         Context("host", granule=PAGE, max_mappings=mappings) as context,
         KVCache(config(slots, pages, **policy), context) as cache,
@@ -321,7 +321,7 @@ CALLS: dict[str, Callable[[KVCache], object]] = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_background_growth_without_mappings_fails_no_other_call(call: str) -> None:
-    """These calls can end the shortage; a step that needs the pages tries again."""
+    """These calls may be what ends the shortage; only a step that needs the pages runs short."""
     policy = {"growth_fraction": 0.0, "join_at": 0.0}
     with cache_of(4, 50, 1000, **policy) as (cache, _):
         assert cache.step([ROWS, ROWS, 0, 0]) == 0

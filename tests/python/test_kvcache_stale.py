@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""A request whose slot still holds an earlier request's pages: shared, outside its window, or off
-the device.
+"""Tests requests whose slot still has pages of an earlier request: pages that are shared, that have
+left the window, or that are off the device.
 
-These pages are unmapped before the request's first row is granted. Until then no call may treat
+These pages are unmapped before the request's first row is granted. Until then, no call may treat
 them as the request's own.
 """
 
@@ -46,27 +46,27 @@ def slide(cache: KVCache, event: FdEvent) -> None:
 
 
 def sliding(cache: KVCache, event: FdEvent) -> None:
-    """Leaves pages in flight that are leaving the window."""
+    """Leaves slot 0 with pages that are being unmapped because they left the window."""
     start(cache, 3 * ROWS)
     slide(cache, event)
 
 
 def sliding_shared(cache: KVCache, event: FdEvent) -> None:
-    """Leaves recorded pages in flight that are leaving the window."""
+    """Leaves slot 0 with recorded pages that are being unmapped because they left the window."""
     start(cache, 3 * ROWS)
     assert cache.record(0, PROMPT[: 3 * ROWS]) == 3 * ROWS
     slide(cache, event)
 
 
 def sliding_fork(cache: KVCache, event: FdEvent) -> None:
-    """Leaves pages that are shared with another request."""
+    """Leaves slot 0 with pages that left the window and are shared with another request."""
     start(cache, 3 * ROWS)
     assert cache.fork(0) == 1
     slide(cache, event)
 
 
 def kept(cache: KVCache, event: FdEvent) -> None:
-    """Leaves recorded rows that stay mapped for a next turn."""
+    """Leaves slot 0 with recorded rows that stay mapped for a next turn."""
     start(cache, 1)
     for row in range(1, len(PROMPT)):
         grow(cache, 0, row, row + 1)
@@ -77,7 +77,7 @@ def kept(cache: KVCache, event: FdEvent) -> None:
 
 
 def shared(cache: KVCache, event: FdEvent) -> None:
-    """Leaves shared pages whose unmapping cannot be queued."""
+    """Leaves slot 0 with shared pages, because the queue has no room to unmap them."""
     start(cache, 3 * ROWS + 2)
     assert cache.fork(0) == 1
     with full_queue(cache.context):
@@ -87,7 +87,7 @@ def shared(cache: KVCache, event: FdEvent) -> None:
 
 
 def away(cache: KVCache, event: FdEvent) -> None:
-    """Leaves pages in host memory whose unmapping cannot be queued."""
+    """Leaves slot 0 with pages in host memory, because the queue has no room to unmap them."""
     start(cache, 3 * ROWS + 2)
     assert cache.move(0, "host").pages == 4 * TENSORS
     with full_queue(cache.context):
@@ -278,8 +278,8 @@ def test_leftover_pages_do_not_count_as_mapped(backend: str, way: str, pages: in
 @pytest.mark.parametrize("pages", range(1, 7))
 @pytest.mark.parametrize("way", WAYS)
 def test_pages_that_will_not_be_freed_do_not_count(backend: str, way: str, pages: int) -> None:
-    """`can_admit` is exact for another request: shared and off-device pages do not count as
-    freed.
+    """`can_admit` predicts whether another request's step succeeds: shared and off-device pages do
+    not count as freed.
     """
     with stale(backend, way) as (cache, event), cache.match([*PROMPT, 7]):
         mapped = cache.stats().mapped_bytes // cache.layout.page_size

@@ -232,8 +232,8 @@ def test_move_includes_the_state(host: pyvmem.Context) -> None:
 
 
 def test_use_and_waste_exclude_host_pages(host: pyvmem.Context) -> None:
-    """A state fills its pages only partly; after one request is freed, only the other's bytes are
-    counted.
+    """The bytes of a request in host memory do not count as used; a state fills its pages only
+    partly.
     """
     with hybrid(host) as cache:
         for length in (70, 90):
@@ -246,7 +246,7 @@ def test_use_and_waste_exclude_host_pages(host: pyvmem.Context) -> None:
         assert cache.stats().wasted_bytes == (2 * 3 + 9) * PAGE - cache.stats().used_bytes
         assert cache.step([73, 0, 0, 0]) == 0  # grows into the last page, which is in host memory
         assert cache.stats().used_bytes == 90 * 2 * 128 + states
-        assert cache.step([100, 0, 0, 0]) == 0  # four rows in a new page of the device
+        assert cache.step([100, 0, 0, 0]) == 0  # four rows are in a new page on the device
         assert cache.stats().used_bytes == (90 + 4) * 2 * 128 + states
         cache.check_integrity()
 

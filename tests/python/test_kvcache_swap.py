@@ -306,7 +306,7 @@ def test_the_idle_thread_ends_with_its_cache(host: Context) -> None:
 def test_an_idle_thread_survives_an_error_that_is_not_the_caches(
     host: Context, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An example is torch's error for an event of a destroyed context."""
+    """For example, torch raises such an error for an event of a destroyed context."""
     calls: list[int] = []
     real = idle.begin_trim
 

@@ -178,7 +178,7 @@ def test_a_tier_that_fills_up_during_a_move(backend: str) -> None:
         open_context(backend, slab_size=slab, mem_limit=4 * slab) as context,
         cache_over(context, max_batch=2) as cache,
     ):
-        one = start(cache, 9 * ROWS)  # three of the four slabs
+        one = start(cache, 9 * ROWS)  # fills three of the four slabs
         before, stats = state(cache), context.stats()
         with pytest.raises(OutOfMemory):
             cache.move(one, "host")
@@ -302,7 +302,7 @@ def _engine(cache: KVCache) -> list[Callable[[], object]]:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_every_driver_call_of_a_move_fails_once(backend: str, count: int) -> None:
-    """The nth call fails, and with `count` 2 also the next call, which is the rollback's."""
+    """Fails the nth driver call and, if `count` is 2, also the next one, made by the rollback."""
     survived, skip = False, 0
     while not survived:
         with in_slabs(backend) as context:

@@ -62,7 +62,7 @@ def promptly(call: Callable[[], T], work: FdEvent) -> T:
 
 
 def busy(cache: KVCache, work: FdEvent, tokens: list[int] | None = None) -> int:
-    """Frees a request whose work is still running; no other slot is free."""
+    """Starts a request and frees it while its work is still running; returns its reqid."""
     reqid = started(cache, 2 * ROWS)
     cache.free_reqid(reqid, stream=work, tokens=tokens)
     return reqid
@@ -184,8 +184,8 @@ def test_a_step_uses_idle_pages_of_another_cache(
 
 @contextmanager
 def part_unmapping(context: Context, work: FdEvent) -> Iterator[KVCache]:
-    """Yields a cache in which a freed request has 15 of 16 pages per tensor, and the watermark is
-    unmapping a few of them.
+    """Yields a cache in which a freed request's slot has 15 of 16 pages per tensor, a few of which
+    are being unmapped for the low watermark.
     """
     pages = 16
     limit = pages * TENSORS * context.info.granule
@@ -197,8 +197,7 @@ def part_unmapping(context: Context, work: FdEvent) -> Iterator[KVCache]:
 
 
 def test_a_step_ahead_does_not_wait_for_a_partial_unmap(context: Context, work: FdEvent) -> None:
-    """For the low watermark, a few pages of the only slot that has any are being unmapped; the step
-    needs more."""
+    """The step needs more pages than the few that are being unmapped for the low watermark."""
     with part_unmapping(context, work) as cache:
         want = lens(cache, **{f"r{cache.alloc_reqid(8 * ROWS)}": 8 * ROWS})
         assert promptly(lambda: cache.step_async(want), work) == 0
@@ -229,7 +228,7 @@ def test_pages_being_freed_are_promised_once(context: Context, work: FdEvent) ->
 def test_an_unmap_that_completes_while_others_start(
     context: Context, work: FdEvent, monkeypatch: Any
 ) -> None:
-    """The slot's other pages are requested at that moment."""
+    """The unmap in flight completes just when the slot's other pages are about to be unmapped."""
     with part_unmapping(context, work) as cache:
         own = cache._groups[0].reclaimer
         want = lens(cache, **{f"r{cache.alloc_reqid(8 * ROWS)}": 8 * ROWS})
@@ -322,8 +321,9 @@ def test_a_step_ahead_in_a_budget_does_not_wait_for_its_own_pages(
 
 
 def two_classes(context: Context, pages: int) -> tuple[int, LayeredCache]:
-    """Returns the rows per page of the first group, which are half those of the second, and the
-    cache."""
+    """Returns the rows per page of the first of two groups, and the cache; the second group has
+    twice as many rows per page.
+    """
     page = context.info.granule
     rows = page // (2 * 64 * 4)
     return rows, LayeredCache(
@@ -375,7 +375,7 @@ def over_at_the_end(work: FdEvent) -> Iterator[None]:
 def test_decoding_does_not_wait_for_a_prompts_memory(
     context: Context, work: FdEvent, together: bool
 ) -> None:
-    """Free memory goes to the requests that need least; the prompt gets reclaimed memory."""
+    """Free memory goes to the requests that need the least; the prompt gets reclaimed memory."""
     limit = 8 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit) as cache, over_at_the_end(work):
         ended, one = started(cache, 4 * ROWS), started(cache, ROWS)
@@ -434,7 +434,7 @@ def test_a_step_ahead_does_not_wait_for_evictions(context: Context, work: FdEven
 
 
 def test_a_step_ahead_evicts_an_unused_prefix_and_grows(context: Context, work: FdEvent) -> None:
-    """The prefix of the last request is no longer mapped in any slot."""
+    """The freed request's prefix is no longer mapped in any slot."""
     limit = 5 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit) as cache:
         one, other = started(cache, 3 * ROWS), started(cache, ROWS)
@@ -449,7 +449,7 @@ def test_a_step_ahead_evicts_an_unused_prefix_and_grows(context: Context, work: 
 
 
 def test_a_step_ahead_waits_for_neither_slots_nor_prefixes(context: Context, work: FdEvent) -> None:
-    """The slots' surplus is reclaimed first; only what is still missing is evicted."""
+    """Pages of free slots are reclaimed first; only what is still missing is evicted."""
     limit = 8 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit, max_seq_len=8 * ROWS) as cache:
         one, two, other = started(cache, 3 * ROWS), started(cache, 2 * ROWS), started(cache, ROWS)
@@ -614,7 +614,7 @@ def test_a_slow_driver_call_delays_no_step_while_pages_are_mapped_ahead(
 
 @contextmanager
 def waiting(call: Callable[[], Any], work: FdEvent) -> Iterator[list[Any]]:
-    """Makes a call that waits for the work, in another thread; yields a list that receives its
+    """Makes a call in another thread, where it waits for the work; yields a list that receives its
     result.
 
     The work completes at the end of the block, and then the call returns.
@@ -733,7 +733,7 @@ def test_other_requests_continue(context: Context, work: FdEvent, name: str) -> 
 
 
 def test_a_nested_call_does_not_check(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The inner call already holds the lock, and waits by itself."""
+    """The inner call runs under the outer call's lock, so only the outer call looks for work."""
     looks: list[int] = []
     before_fork = waits.before_fork
 

@@ -114,7 +114,7 @@ def test_a_page_is_unmapped_once_no_kernel_reads_its_rows(context: Context) -> N
 
 
 def test_a_request_is_unaffected_by_the_window_of_an_earlier_one(context: Context) -> None:
-    """It gets the slot while pages are still leaving the earlier request's window."""
+    """A request gets its slot while pages that left the earlier one's window are being unmapped."""
     with small_cache(context, **WINDOW, max_batch=1) as cache:
         cache.alloc_reqid()
         decode(cache, 0, 24)
@@ -157,7 +157,7 @@ def test_pages_are_unmapped_after_the_work_that_read_them(context: Context) -> N
             assert rows_are_there(cache, 8, 24)
             cache.check_integrity()
             with firing_later(event) as fired:
-                # one page more: the slot's unmap can start
+                # the step maps one more page, and waits for the work so that the unmap can start
                 assert cache.step(lens(cache, r0=33)) == 0
                 assert fired
         assert mapped(cache) == 4
@@ -341,7 +341,7 @@ def test_random_engine(context: Context, policy: dict[str, Any], seed: int) -> N
 
 
 def decoded(cache: KVCache, rows: int) -> int:
-    """Starts a request of `rows` rows."""
+    """Starts a request and computes `rows` rows, one per step."""
     reqid = cache.alloc_reqid()
     assert reqid is not None
     decode(cache, 0, rows, reqid)
@@ -457,7 +457,7 @@ def test_a_failed_slide_of_shared_pages_is_rolled_back(context: Context) -> None
         with pytest.raises(DriverError):
             cache.step(lens(cache, **{f"r{child}": 26}))
         decode(cache, 24, 40, child)
-        assert cache.stats().shared_pages == 3 * TENSORS  # the parent's pages
+        assert cache.stats().shared_pages == 3 * TENSORS  # those shared with the parent
         cache.check_integrity()
 
 
@@ -600,8 +600,9 @@ def test_layers_of_real_configurations() -> None:
 
 @pytest.mark.parametrize("stateful", [False, True])
 def test_no_row_is_kept_if_no_prefix_can_be_recorded(host: Context, stateful: bool) -> None:
-    """16 rows of 768 bytes fill whole pages; a window that can be recorded would keep all of them
-    mapped."""
+    """Sixteen rows of 768 bytes fill whole pages; if prefixes can be recorded, all 16 rows stay
+    mapped.
+    """
     shapes: list[LayerShape | StateShape] = [
         LayerShape(num_kv_heads=3, head_dim=64, window=8),
         StateShape(conv=(40, 4), recurrent=(4, 20, 20))

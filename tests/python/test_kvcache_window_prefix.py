@@ -96,7 +96,7 @@ def test_a_match_ends_where_a_request_was_recorded(context: Context) -> None:
         assert begins(cache, [*tokens[:end], *ids((3, 5))], end) != reqid
         cache.free_reqid(reqid, tokens=[*tokens[:end], *ids((2, 20))])
         assert cache.match([*tokens[:end], *ids((2, 20))], leave=0).length == 7 * ROWS
-        # The window of 48 tokens spans two nodes, recorded by the first and the second request.
+        # The window before token 48 spans two nodes, recorded by the first and the second request.
         assert cache.match([*tokens[:end], *ids((2, 9))], leave=0).length == end + ROWS
         assert cache.match([*tokens[:end], *ids((2, 7))], leave=0).length == end
         cache.check_integrity()
@@ -215,7 +215,7 @@ def test_a_refilled_window_keeps_no_old_pages_mapped(context: Context) -> None:
         branch, other = ids((1, 2 * ROWS), (2, 3 * ROWS)), ids((1, 2 * ROWS), (3, ROWS))
         whole = ids((1, 2 * ROWS), (4, 2 * ROWS))
         cache.free_reqid(decoded(cache, branch), tokens=branch)
-        # holds the second page of the common prefix, but not the first
+        # this request keeps the second page of the common prefix, but not the first
         kept = decoded(cache, other)
         extend(cache, kept, 3 * ROWS, [*other, 9])
         cache.free_reqid(kept, tokens=other)
@@ -242,8 +242,7 @@ def test_a_swapped_request_records_the_rows_that_returned(context: Context) -> N
 
 
 def gemma_like(context: Context, pages: int = 4000, **changes: Any) -> LayeredCache:
-    """Creates a cache with three sliding layers per full layer; the full layers' rows differ in
-    size."""
+    """Creates a cache with three sliding layers and a full layer, whose rows are twice as large."""
     page = context.info.granule
     heads = page // (ROWS * 64 * 4)
     slides = LayerShape(heads, 64, window=8)

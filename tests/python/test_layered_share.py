@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: forks, prefixes and swapping over unequal layers take effect in all layers or in
-none."""
+"""Description: with unequal layers, a fork, prefix or swap takes effect in all layers or none."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ def shared(context: Context, pages: int = 20 * PAGES, **changes: Any) -> Layered
 
 
 def started(cache: LayeredCache, rows: int, first: int = 1) -> tuple[int, list[int]]:
-    """Starts a request of `rows` rows; returns it and their tags."""
+    """Starts a request of `rows` rows; returns its reqid and the rows' tags."""
     reqid = cache.alloc_reqid(rows)
     assert reqid is not None
     return reqid, grown(cache, reqid, [], [first + row for row in range(rows)])
@@ -91,7 +90,7 @@ def test_a_fork_at_a_length(context: Context) -> None:
         ):
             with pytest.raises(InvalidArgument, match=text):
                 call()
-        assert cache.fork_many(parent, 2) is None  # one slot is free
+        assert cache.fork_many(parent, 2) is None  # only one slot is free
         assert state(cache) == before
         cache.check_integrity()
 
@@ -150,9 +149,9 @@ def test_a_fork_that_fails_in_a_later_group_changes_nothing(
             return call
 
         with monkeypatch.context() as patch:
-            # called for prefixes
+            # maps the pages of a prefix
             patch.setattr(Group, "lend_edits", broken(Group.lend_edits, group))
-            # called for forks
+            # maps the pages of a fork
             patch.setattr(Sharing, "map_at", broken(Sharing.map_at, group.sharing))
             if error is OutOfMemory:
                 assert cache.fork(parent) is None

@@ -586,7 +586,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_calls_of_several_ranks_are_serialized(capsys: pytest.CaptureFixture[str]) -> None:
-    """The best layout's mapping time covers all ranks."""
+    """The mapping time of the best layout includes the calls of all ranks."""
 
     def best(ranks: int, backend: str) -> dict[str, Any]:
         words = ["layouts", "--model", "Yi-34B", "--ranks", str(ranks), "--kv-memory", "30G"]

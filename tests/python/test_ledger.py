@@ -129,7 +129,7 @@ def test_host_memory_is_counted_over_all_devices(folder: Path) -> None:
     b.close()
     d = of("GPU-a", "d", 4 * GIB)
     e = of("GPU-b", "e", 100 * GIB, host_limit=0)
-    f = of("GPU-b", "f", 0)  # requests none, so it does not block the others
+    f = of("GPU-b", "f", 0)  # requests no host memory, so no limit stops it
     for account in (a, c, d, e, f):
         account.close()
 
@@ -259,7 +259,7 @@ def test_a_short_engine_asks_engines_above_their_floors(folder: Path) -> None:
 
 
 def test_asks_and_gives_are_signalled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All engines but the caller are signalled; a repeated or smaller request signals none."""
+    """All engines but the caller are signaled; a repeated or smaller request signals none."""
     a, b = join(folder, "a"), join(folder, "b")
     first = a.signals()
 
@@ -329,7 +329,7 @@ def test_a_fair_share_for_engines_that_are_short(folder: Path) -> None:
 
 
 def test_the_largest_engine_is_asked_first(folder: Path) -> None:
-    """Engines hold 5, 3 and 2 of 10, and the smaller two are short: a third would be 3.3."""
+    """Engines hold 5, 3 and 2 of 10 GiB, and the smaller two are short; a fair third is 3.3 GiB."""
     a, b, c = (join(folder, name) for name in "abc")
     assert a.take(5 * GIB)
     assert b.take(3 * GIB)
@@ -343,7 +343,7 @@ def test_the_largest_engine_is_asked_first(folder: Path) -> None:
 
 
 def test_an_engine_at_its_floor_is_not_asked(folder: Path) -> None:
-    """Of 10, 6 are a's floor; b and c hold the other 4, and c is short."""
+    """Of 10 GiB, 6 are a's floor; b and c hold the other 4, and c is short."""
     a = join(folder, "a", floor=6 * GIB)
     b, c = join(folder, "b"), join(folder, "c")
     assert a.take(6 * GIB)
@@ -390,7 +390,7 @@ def test_running_engines_keep_their_capacity(folder: Path) -> None:
         Ledger("host", GIB, folder)
     assert (caught.value.bytes, caught.value.limit) == (GIB, 10 * GIB)
     assert a.ledger.capacity == 10 * GIB
-    with Ledger("host", folder=folder) as other:  # requests no capacity
+    with Ledger("host", folder=folder) as other:  # names no capacity of its own
         assert other.capacity == 10 * GIB
     a.close()
 
@@ -437,7 +437,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 def host_memory_of(folder: Path, device: str, nbytes: int) -> Account:
-    """Joins with an account that requests this much host memory; all engines may have 6 GiB."""
+    """Joins as an engine that requests this much of the 6 GiB of host memory for all engines."""
     book = Ledger(device, folder=folder)
     return book.join("c", **TERMS, host=nbytes, host_limit=6 * GIB)
 
@@ -559,7 +559,7 @@ def test_floors_beyond_the_capacity(folder: Path) -> None:
 
 
 def test_a_longest_request_beyond_the_capacity(folder: Path) -> None:
-    """Such a request would wait forever."""
+    """A request that needs more memory than the other engines' floors leave would wait forever."""
     a = join(folder, "a", floor=7 * GIB, least=10 * GIB)
     with pytest.raises(
         InvalidArgument, match=f"needs {4 * GIB} bytes to run: .* reserve {7 * GIB}"

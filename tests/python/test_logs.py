@@ -127,7 +127,9 @@ def test_disabled_warnings_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_debug_logs_of_other_packages_are_not_kept(caplog: pytest.LogCaptureFixture) -> None:
-    """Logs like torch's compiler, at DEBUG whatever the root logger's level: 34 MB per run."""
+    """Imitates torch's compiler, which logs at DEBUG whatever the root logger's level: 34 MB per
+    run.
+    """
     other = logging.getLogger("of-another-library")
     other.setLevel(logging.DEBUG)
     try:

@@ -101,7 +101,7 @@ def test_defaults(backend: str) -> None:
 
 
 def _own_group() -> tuple[Path, str]:
-    """Returns the directory and file of this process's cgroup memory limit."""
+    """Returns the directory of this process's control group and the name of its limit's file."""
     lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     for _, controllers, path in lines:
         if "memory" in controllers.split(","):

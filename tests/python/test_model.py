@@ -58,7 +58,7 @@ def operations(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 
 class Machine(RuleBasedStateMachine):
-    """A context and its model, side by side."""
+    """Applies random operations to a context and to its model."""
 
     def __init__(self, backend: str) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class Machine(RuleBasedStateMachine):
         return None
 
     def run_batch(self, ops: list[Op], batch: pyvmem.OpBatch, how: str) -> None:
-        """Runs a batch on the context and the model; `how`: now, submit, gated."""
+        """Runs a batch on the context and the model; `how` is "now", "submit" or "gated"."""
         expected = self.expect(ops)
         new = self.model.new_pages(ops)
         used = len(self.model.used())
@@ -292,7 +292,7 @@ class Machine(RuleBasedStateMachine):
             self.ctx.batch(full)
 
     def copy_ops(self, target: pyvmem.OpBatch, raw: list[dict[str, Any]]) -> None:
-        """Appends the same operations to another batch, one by one."""
+        """Appends the operations that `raw` describes to another batch, one by one."""
         for r in raw:
             ops, _ = self.real_ops([r])
             op = ops[0]
@@ -343,7 +343,7 @@ class Machine(RuleBasedStateMachine):
             self.ctx.inject(0, 0, 0)
 
     def note_losses(self, ops: list[Op]) -> None:
-        """Adopts the losses that the context reports; everything else must be as before."""
+        """Records the losses that the context reports; everything else must be as before."""
         self.model.forget_fills(ops)
         self.failed = True
         found = 0

@@ -29,7 +29,7 @@ def expressions() -> list[str]:
 
 @pytest.fixture(scope="module")
 def exported() -> str:
-    """Returns a cache's metrics under their names in vLLM."""
+    """Returns the metrics of a cache, followed by the names of a vLLM engine's metrics."""
     with KVCache(KVCacheConfig(2, 4, 64, max_batch=4), backend="host") as cache:
         telemetry = Telemetry()
         telemetry.add(cache, "one")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Reads rows without pages in a notebook kernel, and through a debugger that shows variables.
+"""Reads rows that have no pages, in a notebook kernel and in a debugger that displays variables.
 
 Needs the extra ``notebook``, whose kernel includes the debugger.
 """

@@ -249,7 +249,7 @@ class Nonsense:
 
 
 class Handle:
-    """A stream and event whose handle is the given number."""
+    """Stands in for a stream or an event that has the given handle."""
 
     def __init__(self, number: int) -> None:
         self.cuda_stream = self.cuda_event = number
@@ -304,7 +304,7 @@ def test_the_error_names_what_was_wrong() -> None:
 
 
 def test_a_closed_event_names_no_descriptor() -> None:
-    """Another file may have its number by now."""
+    """Another file may have the closed descriptor's number by now."""
     with FdEvent.create() as event:
         assert event.fd >= 0
     with pytest.raises(InvalidArgument, match=r"FdEvent\(-1\) is negative"):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Tensor parallelism: one cache per rank, equal answers, one budget, and failures known to all
-ranks.
+"""Tests tensor parallelism: each rank has a cache, all give the same answers and share one budget,
+and all learn of a failure.
 
 Ranks are processes that use gloo (parallel_ranks.py); tests that need only one rank use a group of
 one.
@@ -113,8 +113,8 @@ def test_ranks_that_share_and_swap_give_the_same_answers(results: dict[str, Any]
 
 
 def test_late_work_on_one_rank_evicts_no_more(results: dict[str, Any]) -> None:
-    """Of 6 pages, 1 is a cached prefix and 5 are for a request; 3 of the 5 are in the slot with
-    late work.
+    """A request needs 5 of the 6 pages, and a cached prefix has the other; 3 of the 5 are in a slot
+    whose work completes late.
     """
     assert results["held_back"] == [1, 0, 8]
 
@@ -184,7 +184,7 @@ def test_memory_is_allocated_at_once_and_freed(cache: ParallelKVCache, page: int
     context = cache.context
     assert context.stats().free_bytes >= 8 * 4 * page
     assert cache.available_pages == 32
-    # unless the step zeroes pages through an alias
+    # pages are zeroed in the background, unless the step zeroes them through an alias
     eventually(lambda: not context.stats().dirty_bytes)
     cache.context.inject(Inject.SLAB, count=1 << 30)
     assert [cache.alloc_reqid(), cache.alloc_reqid()] == [0, 1]
@@ -238,7 +238,7 @@ PROMPT = list(range(40))
 
 
 def with_spare_pages(cache: ParallelKVCache) -> None:
-    """Slot 0 grows in the background by one page, out of six that are already mapped there."""
+    """Starts a growth of request 0 by one page; six pages are already mapped in its slot."""
     assert cache.alloc_reqid() == 0
     assert cache.step([48, 0, 0, 0]) == 0
     cache.free_reqid(0)
@@ -591,7 +591,7 @@ def test_an_interrupted_rollback_leaves_the_rank_failed(cache: ParallelKVCache) 
 
 @contextlib.contextmanager
 def no_mapping_left(cache: ParallelKVCache) -> Iterator[None]:
-    """Uses up all mappings of this rank."""
+    """Makes every step on this rank fail as if no mappings were left."""
 
     def step(*_: Any) -> int:
         raise pyvmem.TooManyMappings("none left", errno=errno.ENOSPC)

@@ -179,8 +179,8 @@ def test_command_with_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def conversation(turns: int, start: int, blocks: int = 3) -> list[Prompt]:
-    """Returns turns that each continue the previous turn, all after block 0; the last turn is
-    partial.
+    """Returns the prompts of a conversation: each starts with block 0, continues the previous
+    prompt, and ends in a partial block.
     """
     ids = [0, *range(start, start + turns * blocks)]
     return [
@@ -227,7 +227,7 @@ def test_part_of_a_prefix_may_be_mapped() -> None:
 
 
 def test_the_cache_agrees_with_the_tree() -> None:
-    """Memory is ample, and whole blocks are recorded."""
+    """Uses ample memory, and prompts that consist of whole blocks."""
     longest = max(prompt.length for prompt in PROMPTS)
     whole = [Prompt(n // TRACE_BLOCK * TRACE_BLOCK, ids[: n // TRACE_BLOCK]) for n, ids in PROMPTS]
     prompts = [prompt for prompt in whole if prompt.length]

@@ -56,7 +56,7 @@ def add(tree: Tree, tokens: list[int]) -> Node[Units]:
 
 
 def units(*ids: int) -> list[int]:
-    """Returns tokens: for each argument, a unit that repeats this id."""
+    """Returns tokens that consist of one unit per argument, each filled with that id."""
     return [one for one in ids for _ in range(UNIT)]
 
 
@@ -77,7 +77,7 @@ def locked_pages(tree: Tree) -> int:
 
 
 def match_and_pin(tree: Tree, tokens: Any) -> Node[Units]:
-    """Returns the node of a match, pinned and split after the matched part."""
+    """Splits the node of a match after the matched part, pins the first half and returns it."""
     found = tree.match(tokens)
     node = tree.cut_at(found.node, found.length)
     assert node.end == found.length

@@ -146,8 +146,9 @@ print("holds", flush=True)
 
 
 def run(program: str, *arguments: str) -> str:
-    """Runs a program in its own process; if that fails, the test fails with its last lines of
-    output."""
+    """Runs a program in its own process; if it fails, the test fails with the last lines of its
+    output.
+    """
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", program, *arguments],
         cwd=Path(__file__).resolve().parents[2],

@@ -275,7 +275,7 @@ def test_wrapped_methods_are_not_an_interruption(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_dropped_transformers_cache_is_closed_during_another_caches_call() -> None:
-    """The collector finds it during a call to the other cache, which shares records with it."""
+    """The collector finds the dropped cache during a call to another cache of the same budget."""
     transformers = pytest.importorskip("transformers")
     from pyvmem.hf import VMemCache
 

@@ -42,7 +42,7 @@ def lose(make: Callable[[], Context]) -> int:
 @pytest.fixture(autouse=True, params=["ignore", "error"])
 def warned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Sets the action for ResourceWarning."""
-    # pytest's hook keeps the objects alive
+    # pytest's own hook would keep the objects alive
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     with warnings.catch_warnings():
         warnings.simplefilter(request.param, ResourceWarning)

@@ -14,7 +14,9 @@ from kvcache_helpers import eventually
 
 @pytest.fixture
 def runner(monkeypatch, tmp_path):
-    """Runs `run_tests` with stages of our own; returns its status and the stages that ran."""
+    """Returns a function that runs `run_tests` with invented stages, and returns its status and the
+    stages that ran.
+    """
     ran = []
 
     def stage(name, action=lambda: None):
@@ -147,8 +149,8 @@ def test_a_command_in_a_line(command, text):
 
 
 def test_the_other_pythons(monkeypatch, capsys):
-    """Runs every Python except that of build/venv: a missing Python is reported, and a failure does
-    not stop the others.
+    """Runs every Python except the one in build/venv: a missing Python is reported, and a failure
+    does not stop the others.
     """
     found = {one: f"/usr/bin/python{one}" for one in ("3.11", "3.12", "3.13", "3.14")}
     made, tested = [], []
@@ -181,7 +183,9 @@ def test_the_other_pythons(monkeypatch, capsys):
 
 @pytest.fixture
 def gpu_calls(monkeypatch):
-    """Collects the stage `gpu`'s calls and their environment; the calls in `fails` fail."""
+    """Returns a function that runs the stage `gpu` and records its calls and their environments;
+    the calls whose numbers it is given fail.
+    """
     calls, fails = [], set()
 
     def call(*words, **env):

@@ -23,7 +23,7 @@ CHECKS = [*memory.CHECKS, *books.CHECKS]
 
 
 def result_of(report: dict[str, Any], name: str) -> dict[str, Any]:
-    """Returns the entry of one check."""
+    """Returns the report's entry for one check."""
     (found,) = [one for one in report["checks"] if one["name"] == name]
     return dict(found)
 
@@ -49,7 +49,7 @@ def test_report(backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.splitlines()[-1] == "passed"
 
 
-# Machine faults, each with the check that must report it.
+# Machine faults; `test_faults_are_detected` names the check that must report each of them.
 def _stale(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes reads return what an address held when first read, like a stale translation."""
     seen: dict[tuple[int, int], bytes] = {}
@@ -86,7 +86,7 @@ def _swallow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _leak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps memory from being freed."""
+    """Makes `trim` free no memory."""
     monkeypatch.setattr(pyvmem.Context, "trim", lambda self, keep=0: 0)
 
 
@@ -166,7 +166,7 @@ def test_no_such_backend(capsys: pytest.CaptureFixture[str]) -> None:
 def _probed(
     monkeypatch: pytest.MonkeyPatch, error: int, reason: str, usable: Iterable[str]
 ) -> None:
-    """Probes a machine where uvm cannot be used, and only the named other back ends can."""
+    """Makes `probe` report that uvm fails with `error` and only the back ends in `usable` work."""
 
     def one(name: str) -> ProbeResult:
         works = name in usable
@@ -222,7 +222,7 @@ def test_a_failed_driver_test_is_a_failure(
 
 
 def test_the_default_back_end_is_tested(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without --backend, it names the back ends that were passed over, and why."""
+    """Without --backend, the report names the back ends that were passed over, and why."""
     file = tmp_path / "report.json"
     assert cli.main(["selftest", "--samples", "0", "--out", str(file)]) == 0
     report = json.loads(file.read_text())

@@ -404,4 +404,4 @@ def test_compare_accepts_one_tie_in_32_and_forces_the_rest(loaded: LoadedModel) 
         answers[7] = item
         done[9] = changed(done[9], 1)
         tied(9, 1)
-        assert not compare(loaded, cache, done.values(), answers).passed  # two of 32
+        assert not compare(loaded, cache, done.values(), answers).passed  # two of 32 differ

@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.needs_tensors, pytest.mark.filterwarnings("default")]
 
 
 MEMORY = {"qwen3next": 27, "jamba": 26, "bamba": 20, "lfm2": 14, "nemotron": 20}
-"""Pages shared by all requests, for kinds that need fewer than the default."""
+"""The cache's memory in pages, for kinds that need fewer than the default of 40."""
 
 
 def loaded_of(kind: str) -> LoadedModel:

@@ -85,8 +85,8 @@ def test_a_shortage_undoes_the_latest_joiner_first_and_stops_joining(
         for i in range(4):
             scheduler.add(job(i, ROWS))
         batch, _ = scheduler.begin()
-        assert names(batch) == [0, 1, 2]  # 3 pages
-        assert scheduler.preemptions == 0  # job 3 had computed nothing
+        assert names(batch) == [0, 1, 2]  # all 3 pages are taken
+        assert scheduler.preemptions == 0  # job 3 had computed nothing yet
         compute(batch)
         # each job needs a second page; one job fits if another job's first page is freed
         batch, _ = scheduler.begin()

@@ -163,6 +163,7 @@ def test_an_unsupported_allocator() -> None:
 def test_kernels_that_accept_plain_addresses(
     tensors: set[str], backends: tuple[str, str], plain: bool
 ) -> None:
-    """Triton's launcher asks CUDA about each pointer; its kernel writes the rows of latent
-    attention."""
+    """Triton's launcher asks CUDA about each pointer; a Triton kernel writes the rows of latent
+    attention.
+    """
     assert _plain(tensors, backends) is plain

@@ -56,7 +56,9 @@ def beside(memory: KVMemory, folder: Path, **given: object) -> Iterator[tuple[Pa
 
 
 class Later:
-    """Numbers that become available when the test releases them, or when a call waits for them."""
+    """Page numbers on their way from the GPU: they arrive when the test releases them, or when a
+    call waits for them.
+    """
 
     def __init__(self, pages: list[int]) -> None:
         self._pages, self.count = pages, len(pages)
@@ -422,7 +424,7 @@ def test_ranks_on_one_device_share_a_name(opened: Callable[..., KVMemory], tmp_p
         finally:
             came.set()
         used = quota.used
-        side.least(0)  # needed because an account is as old as its engine
+        side.least(0)  # both have joined, and neither leaves before both have read the ledger
         with Ledger("host", folder=tmp_path / "ledger", create=False) as ledger:
             names = {one.identity: one.name for one in ledger.engines()}
         assert names == {7: "one", 8: "one-2"}
@@ -533,7 +535,7 @@ def test_ranks_decide_alike_despite_differences(opened: Callable[..., KVMemory])
 def test_ranks_answer_a_request_that_the_first_sees(
     opened: Callable[..., KVMemory], tmp_path: Path, clock: Clock
 ) -> None:
-    """The other rank's device has another ledger, without requests."""
+    """The other rank's device has a ledger of its own, in which no engine asks for memory."""
 
     def work(side: Side) -> tuple[bool, bool, int]:
         memory, folder = opened(), tmp_path / str(side.rank)

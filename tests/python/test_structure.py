@@ -173,7 +173,7 @@ ABOVE = ("attention", "compat", "elastic", "engine", "hf", "serve", "sglang", "v
 
 
 def test_packages_above_the_cache_use_only_its_public_names() -> None:
-    """No package uses a cache's private attributes, even if another object has the same name."""
+    """No package uses a cache's private attributes, even if its own objects use the same names."""
     private: set[str] = set()
     for path in (ROOT / "kvcache").glob("*.py"):
         private |= private_names(parsed(path))

@@ -146,7 +146,7 @@ def test_hits_and_evictions_are_counted(context: Context) -> None:
         cache.alloc_prefix([7] * ROWS)
         assert cache.stats().prefix_queries == 3
         cache.internals.withdraw_prompt()
-        cache.internals.withdraw_prompt()  # counted already
+        cache.internals.withdraw_prompt()  # has no effect the second time
         assert cache.stats().prefix_queries == 2
         both = together([stats, stats], 5)
         assert both.prefix_queries == 2, "the same prompts"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Tests arrays and tensors over a reservation: layout, protocols, lifetimes. None of the operations
-touches memory.
+"""Tests arrays and tensors over a reservation: layout, protocols and lifetimes. None of their
+operations touches memory.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def test_tensor_keeps_reservation_and_context_alive(backend: str) -> None:
 def test_a_reservation_whose_making_was_interrupted_warns(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The exception comes after the addresses were reserved, before the object records them."""
+    """The exception comes after the addresses are reserved, but before the length is known."""
 
     def interrupted(handle: object, addr: int) -> None:
         raise KeyboardInterrupt

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: terminal output of the commands: width, colours, redrawing."""
+"""Description: terminal output of the commands: width, colors, redrawing."""
 
 from __future__ import annotations
 

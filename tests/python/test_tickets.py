@@ -24,8 +24,9 @@ def empty(context: pyvmem.Context, after: Any = ()) -> pyvmem.Ticket:
 
 
 def failing(context: pyvmem.Context, addr: int, pages: pyvmem.Pages) -> pyvmem.Ticket:
-    """Returns a finished batch that should have consumed `pages`, but whose only map call
-    failed."""
+    """Returns the ticket of a finished batch that was to consume `pages`, but whose only map call
+    failed.
+    """
     batch = pyvmem.OpBatch(1)
     batch.map(addr, context.info.granule, pages, consume=True)
     context.inject(pyvmem.Inject.MAP, count=1)
@@ -131,7 +132,7 @@ def test_closed_and_dropped_tickets(context: pyvmem.Context) -> None:
             closed.wait(0)
         del forgotten
         gc.collect()
-        last = empty(context)  # drops lost tickets
+        last = empty(context)  # this submission drops lost tickets
         assert context.stats().tickets == 1
         last.wait(60)
         assert context.stats().pending == 2

@@ -26,7 +26,7 @@ SEGMENT = 20 << 20  # torch requests this for tensors of 1 MiB or more
 
 
 class Torch:
-    """The two symbols, with the signatures that torch uses."""
+    """Calls the two symbols with the signatures that torch uses."""
 
     def __init__(self, device: int) -> None:
         library = ctypes.CDLL(_vmem.__file__)
@@ -651,7 +651,7 @@ def test_a_failed_pause_keeps_its_host_memory(
 
 
 class Libcuda:
-    """The libcuda calls used to lock host memory."""
+    """Stands in for libcuda's calls that lock host memory."""
 
     def __init__(self, code: int) -> None:
         self.code = code
@@ -722,6 +722,6 @@ def test_locked_blocks(monkeypatch: Any, caplog: Any, code: int) -> None:
     assert list(cuda.locked) == ([third.address] if code == 0 else [])
     assert host.bytes == 8192
     monkeypatch.setattr(os, "getpid", lambda: -1)
-    third.unlock()  # handled as in a forked child
+    third.unlock()  # unlocks nothing, as in a forked child
     assert bool(cuda.locked) == (code == 0)
     assert (cuda.current, cuda.retained) == (7, 0)

@@ -51,7 +51,7 @@ class Layer(torch.nn.Module):  # type: ignore[misc]
 
 @pytest.fixture
 def layers() -> Iterator[list[Layer]]:
-    """Yields two equal layers; with gradients, a layer's new rows stay in its own tensors."""
+    """Yields two equal layers, each with its own cache, so that neither sees the other's rows."""
     with open_context("host") as context:
         config = KVCacheConfig(1, 2, 16, "float32", 2, 4096)
         with KVCache(config, context=context) as one, KVCache(config, context=context) as other:
@@ -94,7 +94,7 @@ def test_recorded_code_writes_each_time(layer: Layer, record: Any) -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_over_attention(layers: list[Layer], reentrant: bool) -> None:
-    """The repeated forward pass writes the same rows."""
+    """The forward pass that a checkpoint repeats writes the same rows."""
     x = torch.randn(1, 4, 16)
     one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
     checkpoint(layers[0], one, use_reentrant=reentrant).square().sum().backward()
@@ -136,7 +136,7 @@ def test_writes_under_a_transform_are_rejected(layer: Layer, transform: Any) -> 
 
 
 class Past(torch.nn.Module):  # type: ignore[misc]
-    """A layer of a transformers model."""
+    """A layer of a transformers model, with a `VMemCache` for its keys and values."""
 
     def __init__(self, past: VMemCache) -> None:
         super().__init__()

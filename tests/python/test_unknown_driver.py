@@ -64,7 +64,8 @@ VERSIONS = [
     *("615.71.01", "620.6"),
 ]
 NEWER = ["600.1", UNKNOWN, "999.99.99"]
-# Differences from a driver, and the error for each. tests/c/test_unknown_driver.c checks each call.
+# Differences from a known driver, each with its error. tests/c/test_unknown_driver.c checks every
+# call.
 LIES = {
     "longer:UVM_MAP_EXTERNAL_ALLOCATION": "UVM_MAP_EXTERNAL_ALLOCATION: the driver did not write",
     "moved:UVM_FREE": "UVM_FREE: the driver did not write the status field",
@@ -128,8 +129,9 @@ def test_an_unknown_driver_is_used_with_a_warning(software: dict[str, str]) -> N
 
 
 def test_rejected_drivers(software: dict[str, str]) -> None:
-    """Drivers that are too old are always rejected, unknown drivers on request, and so is an
-    invalid request."""
+    """Drivers that are too old are always rejected, unknown drivers only on request; any other
+    request is an error.
+    """
     texts = {
         ("525.147.05", "", ""): ("ENODEV", "driver 525.147.05 is too old: 530 or later is needed"),
         ("525.147.05", "", "try"): ("ENODEV", "driver 525.147.05 is too old: 530 or later"),

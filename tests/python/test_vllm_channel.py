@@ -125,7 +125,9 @@ def test_a_release_completes_with_the_last_rank() -> None:
 
 @pytest.fixture
 def memory() -> Iterator[KVMemory]:
-    """Yields two groups of tensors: one block per page, and five blocks per two pages."""
+    """Yields memory with two groups of tensors: in one, a block fills a page; in the other, five
+    blocks take two pages.
+    """
     context = open_context("host", 0, PAGE, 1 << 20)
     found = KVMemory(context, BLOCKS, [BLOCKS * PAGE, BLOCKS * PAGE, BLOCKS * 26_212])
     yield found

@@ -17,7 +17,7 @@ from pyvmem.vllm.worker import ElasticWorker
 pytest.importorskip("torch")
 
 G = 1 << 30
-LLAMA = [64 << 10] * 32  # Llama-3-8B: bytes of a 16-token block in each layer
+LLAMA = [64 << 10] * 32  # Llama-3-8B: bytes per layer of a 16-token block
 QWEN = [64 << 10] * 36  # Qwen3-4B
 
 
@@ -99,8 +99,8 @@ def test_a_page_size_that_the_limit_excludes() -> None:
 
 
 def _configs(*backends: str) -> tuple[SimpleNamespace, SimpleNamespace]:
-    """Returns vLLM's configurations of a model with a layer per attention back end; layer 0 shares
-    another layer's tensor.
+    """Returns vLLM's configurations of a model with one layer per attention back end; the layer
+    `elsewhere` is not among the layers of this process.
     """
 
     def layer(name: str) -> SimpleNamespace:

@@ -138,7 +138,7 @@ class Config:
 
 @pytest.fixture
 def opened() -> Any:
-    """Creates memory on the host, and records the requested arguments."""
+    """Yields a function that creates memory on the host, and the list of what it has created."""
     pytest.importorskip("torch")
     from pyvmem.elastic.memory import KVMemory, open_context
 
@@ -226,7 +226,7 @@ def test_layers_of_one_buffer_are_moved_apart(opened: Any) -> None:
 
 
 def test_layers_of_two_sizes_form_two_groups(opened: Any) -> None:
-    """An example is a draft model's layers beside the model's: each group starts at a page
+    """For example, a draft model's layers differ from the main model's; each group starts at a page
     boundary.
     """
     pytest.importorskip("torch")

@@ -220,7 +220,7 @@ def with_vllm(monkeypatch: pytest.MonkeyPatch, version: str) -> Any:
 
 @pytest.mark.parametrize("switch", ["", "0"])
 def test_register_does_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch, switch: str) -> None:
-    """When off, it does not read the other variables either."""
+    """When the plug-in is off, `register` does not even read the other variables."""
     monkeypatch.setenv("VMEM_VLLM", switch)
     monkeypatch.setenv("VMEM_LIMIT", "much")
     args = with_vllm(monkeypatch, "9.9")
@@ -423,7 +423,7 @@ def test_supported_options(change: dict[str, Any]) -> None:
 
 def test_each_rank_of_data_parallelism_is_on_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("prometheus_client")
-    known: set[int] = {0}  # nothing is registered for engines other than the first
+    known: set[int] = {0}  # with an engine already known, no collector is registered
     monkeypatch.setattr(metrics, "_identities", known)
     made = config(
         parallel_config__data_parallel_size=3,

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the connection from a vLLM engine's scheduler to its ranks: start, loss of a rank,
-shutdown."""
+"""Description: how a vLLM engine's scheduler connects to its ranks, loses one, and shuts down."""
 
 from __future__ import annotations
 
@@ -150,8 +149,7 @@ def test_a_server_ends_with_its_memory(folder: Path) -> None:
 
 
 def test_a_closed_server_answers_no_client(folder: Path) -> None:
-    """None of its threads may survive either: at exit, the process would kill the thread during a
-    call."""
+    """None of its threads may survive either: an exiting process would kill it during a call."""
     one = memory()
     server = Server(new_address(Settings(ledger=str(folder))), one)
     rank = SocketRank(server.address)
@@ -212,7 +210,7 @@ def test_states_that_vllm_warms_up_with_have_memory(
             return [prepare(batch), prepare(batch, True), prepare(batch, valid_state_slots=True)]
 
         def shutdown(self) -> None:
-            """Overrides vLLM's method."""
+            """Stands in for vLLM's method."""
 
     class Elastic(ElasticWorker, Worker):
         pass
