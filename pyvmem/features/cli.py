@@ -50,8 +50,8 @@ def survey(devices: tuple[int, ...] = (0,)) -> list[dict[str, Any]]:
         devices: CUDA ordinals; the pages are on the first device.
 
     Returns:
-        Records in the order of ``"auto"``, with ``backend``, ``usable``, and the result of `about`
-        if it is usable, otherwise ``reason``.
+        Records in the order in which ``"auto"`` tries back ends, with ``backend``, ``usable``, and
+        the result of `about` if the back end is usable, otherwise ``reason``.
     """
     records = []
     for name in _native.backend_names():
