@@ -51,7 +51,7 @@ def survey(devices: tuple[int, ...] = (0,)) -> list[dict[str, Any]]:
 
     Returns:
         Records in the order in which ``"auto"`` tries back ends, with ``backend``, ``usable``, and
-        the result of `about` if the back end is usable, otherwise ``reason``.
+        the result of `about` if it is usable, otherwise ``reason``.
     """
     records = []
     for name in _native.backend_names():
