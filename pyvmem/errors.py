@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Exceptions: a class for each kind of libvmem error (see the list at the top of vmem.h).
 
-All except `Reentered` derive from `VMemError` and, where Python has a class for such errors
-(`ValueError`, `MemoryError`, `TimeoutError`, ...), from that class, too. A call that raises has
+All except `Reentered` derive from `VMemError` and, where Python has a matching built-in class
+(`ValueError`, `MemoryError`, `TimeoutError`, ...), also from that class. A call that raises has
 changed nothing, except with `NotRecoverable`, whose message says what was lost.
 """
 
@@ -105,7 +105,7 @@ class InvalidArgument(VMemError, ValueError):
 
 
 class NotGpuWork(InvalidArgument, TypeError):
-    """EINVAL: an object is neither a stream nor an event, although one of them is expected."""
+    """EINVAL: a stream or an event is expected, but the object is neither."""
 
 
 class AddressOverflow(VMemError, OverflowError):

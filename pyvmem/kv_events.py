@@ -111,7 +111,7 @@ def _named(namespace: Hashable) -> Hashable:
 
 
 class _Told(NamedTuple):
-    """State of a reader: the changes reported so far.
+    """A reader's state: which changes have been reported so far.
 
     Attributes:
         number: number of the last reported change.

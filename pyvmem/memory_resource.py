@@ -92,14 +92,14 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
     """Allocates cuda.core Buffers from a context's pages.
 
     Each buffer has its own reservation, rounded up to whole pages. The pages are mapped before
-    `allocate` returns, and zeroed before later work of the stream; they are unmapped after the work
+    `allocate` returns, and zeroed before the stream's later work; they are unmapped after the work
     submitted to the stream before `deallocate`. Usable as a context manager. The caller owns the
     context, which must outlive the resource. Thread-safe.
 
     Args:
         context: allocates the pages. On ``host``, buffers are CPU memory and streams are ignored.
         page_size: bytes per page; 0 = the context's granule.
-        dirty: leave pages unzeroed; a buffer may then hold data of an earlier one.
+        dirty: leave pages unzeroed; a buffer may then hold an earlier buffer's data.
 
     Raises:
         InvalidArgument: the context does not support pages of that size.
@@ -208,7 +208,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
             raise
 
     def _amid_call(self) -> bool:
-        """Returns true in a finalizer or signal handler that interrupted a call of this thread."""
+        """Returns true in a finalizer or signal handler that interrupted a call by this thread."""
         return bool(self._lock._is_owned())  # type: ignore[attr-defined]
 
     def _buffer(self, addr: int, size: int, stream: Any) -> Any:
@@ -225,7 +225,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         Args:
             ptr: the buffer's handle.
             size: the buffer's size.
-            stream: the stream to wait for; None if no work uses the buffer any more.
+            stream: the stream to wait for; None if no work still uses the buffer.
 
         Raises:
             InvalidArgument, BadHandle: `ptr` is not a buffer of this resource, or `stream` is not
@@ -302,7 +302,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         return block
 
     def _reap(self) -> None:
-        """Cleans up after interrupted calls and marks blocks whose pages are unmapped as free.
+        """Cleans up after interrupted calls; marks as free all blocks whose pages are unmapped.
 
         May be called again after an exception: every step is idempotent.
         """

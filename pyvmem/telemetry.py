@@ -91,7 +91,7 @@ class _Metric:
 
 
 def _of(**names: str) -> Callable[[CacheStats], Mapping[str, float]]:
-    """Returns a function that reads the `CacheStats` field for each label value."""
+    """Returns a function that reads, for each label value, the given `CacheStats` field."""
     return lambda stats: {value: getattr(stats, field) for value, field in names.items()}
 
 
@@ -249,7 +249,7 @@ _METRICS = (
     ),
 )
 NOT_EXPORTED = frozenset({"total_pages", "last_wait_ns", "driver_ns"})
-"""Fields of `CacheStats` that are sums of other fields or not time series."""
+"""Fields of `CacheStats` that are sums of other fields or are not time series."""
 
 
 _CONTEXT_BYTES = ("slab", "used", "free", "dirty", "quarantined")

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: MIT
-"""Implements `vmem bench api`. A part reports if an optional package that it needs is missing."""
+"""Implements `vmem bench api`. A part that needs an optional package reports if it is missing."""
 
 __all__: list[str] = []

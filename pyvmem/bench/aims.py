@@ -23,7 +23,7 @@ _GPUS = ("H100", "H200")
 
 
 def compute(record: Record, system: str) -> list[dict[str, Any]]:
-    """Computes all aims; an aim whose rows are missing has no value and names the first of them."""
+    """Computes all aims; an aim whose rows are missing has no value and names the first one."""
     aims = Aims(record, system)
     _single_pages(aims)
     _steps(aims)

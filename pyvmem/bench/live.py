@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""1 k to 1 M live pages: time per call, kernel memory, teardown time.
+"""Measures 1 k to 1 M live pages: time per call, kernel memory and teardown time.
 
 There are two patterns. In *runs*, as in prefill, a batch maps 64 pages in each of 4 tensors for one
 request. In *decode*, 256 requests grow page by page: a batch maps one page in each of 4 tensors for
-8 of the requests, in an order that is shuffled again (with a fixed seed) for each page. `spread`
+8 of the requests, in an order that is reshuffled (with a fixed seed) for each page. `spread`
 asks for pages that are neighbors (VMEM_OP_SPREAD); `consolidated` calls vmem_join on everything
 after every 131,072 pages, as an engine would at safe points, and before the teardown.
 

@@ -74,8 +74,8 @@ class Native:
     def check(self, what: str, results: Iterable[int]) -> None:
         """Raises the VMemError of the first call that did not return 0.
 
-        The error's text is the thread's last error, which is this call's unless a later one failed,
-        too.
+        The error's text is the thread's last error, which belongs to this call unless a later call
+        also failed.
         """
         for i, result in enumerate(results):
             if result != 0:
@@ -104,7 +104,7 @@ class Native:
         return int(self._handle[0])
 
     def map(self, addr: int, nbytes: int, handle: int, offset: int = 0) -> None:
-        """Maps pages of a handle, from an offset into it, at an address."""
+        """Maps a handle's pages at an address, starting at an offset into the handle."""
         self.check("vMemMap", [self.lib.vMemMap(self.vm, addr, nbytes, handle, offset, 0)])
 
     def unmap(self, addr: int, nbytes: int) -> None:
@@ -124,7 +124,7 @@ class Native:
         self.check("vmem_batch", [self.lib.vmem_batch(*self.batch_args(ops))])
 
     def runs(self, handle: int) -> int:
-        """Returns the number of physically contiguous runs of a handle's pages."""
+        """Returns the number of physically contiguous runs that a handle's pages form."""
         info = self.ffi.new("struct vmem_handle_info *")
         info.size = self.ffi.sizeof("struct vmem_handle_info")
         self.check("vmem_handle_query", [self.lib.vmem_handle_query(self.vm, handle, info)])

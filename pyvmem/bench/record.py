@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The result of a run: measured rows, rows that were not run and why, and the result file.
 
-The format is described in benchmarks/README.md; `FORMAT` changes when its meaning does.
+The format is described in benchmarks/README.md; `FORMAT` changes whenever a file's meaning does.
 """
 
 from __future__ import annotations

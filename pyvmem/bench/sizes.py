@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Measures the cost of mapping per byte, and of creating and mapping pages of a warm pool."""
+"""Measures the cost of mapping, per byte, and of creating and mapping pages from a warm pool."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 """Measures what a KV cache step costs its caller.
 
 There are 256 requests of a model with 32 layers and 8 KV heads of 128 in bfloat16. A K and a V
-tensor per layer make 64 tensors; their rows have 2 KB, so a page of 64 KB holds 32 tokens. An
+tensor per layer make 64 tensors; each row has 2 KB, so a page of 64 KB holds 32 tokens. An
 *event* is a step in which 8 of the requests need one more page in each tensor: 512 pages, no two of
 which are adjacent.
 """
@@ -46,7 +46,7 @@ def _one(
     page = 64 << 10 if 64 << 10 in context.info.page_sizes else min(context.info.page_sizes)
     layers, requests, needy = setting.count(32, 2), setting.count(256, 16), setting.count(8, 2)
     # Use fewer tensors if the back end limits mappings (host): each page makes two pieces, one
-    # mapped and one not, and closing the cache needs as many again.
+    # mapped and one not, and closing the cache needs two more.
     limit = context.info.max_segments or context.info.max_mappings
     while limit and layers > 1 and 4 * requests * 2 * layers > 0.7 * limit:
         layers //= 2

@@ -3,7 +3,8 @@
 
 A *sample* is the time of one call, or of one block of calls divided by their number, in
 nanoseconds. Samples are collected in rounds; in a round every system takes its turn, and the order
-of the turns rotates from round to round, so that drift of the machine affects all systems equally.
+of the turns rotates from round to round, so that drift in the machine's speed affects all systems
+equally.
 """
 
 from __future__ import annotations

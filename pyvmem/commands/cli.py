@@ -19,7 +19,7 @@ from pyvmem.errors import VMemError
 
 __all__ = ["main", "whole_parser"]
 
-# Each command's module, which has add_parser(sub) and run(args) -> int, and its line in the help.
+# Each command's module, which defines add_parser(sub) and run(args) -> int, and its help line.
 _COMMANDS = {
     "probe": ("pyvmem.commands.probe", "show which back ends work on this machine"),
     "features": ("pyvmem.features.cli", "show which cache features work, and what others need"),

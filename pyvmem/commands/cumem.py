@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""The baseline of benchmarks: CUDA's own virtual memory (cuMem*), through cuda.bindings.
+"""The benchmarks' baseline: CUDA's own virtual memory (cuMem*), through cuda.bindings.
 
 It shares no code with the `cuda` back end. Every function of cuda.bindings returns a tuple whose
 first item is the CUresult; `call` checks it and unwraps the rest. Importing this module does not
-need CUDA; `Cuda()` does, and raises `CudaUnavailable` with the reason if it is not usable.
+need CUDA; `Cuda()` does, and raises `CudaUnavailable` with the reason if CUDA is not usable.
 
 Source: CUDA driver API, "Virtual Memory Management".
 """

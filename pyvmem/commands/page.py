@@ -81,7 +81,7 @@ def _size(row: Row) -> str:
 
 
 def _rows(rows: Sequence[Row]) -> str:
-    """Returns a table of a part's rows: times with their percentiles, and single numbers."""
+    """Returns a table with a line for each row: its median and percentiles, or its value."""
     heads = ("what", "system", "page", "unit", "median or value", "p90", "p99", "note")
     return _table(
         heads,
@@ -133,7 +133,7 @@ def _bars(axes: Any, rows: Sequence[Row], title: str, unit: str) -> None:
 
 
 def _lines(axes: Any, rows: Sequence[Row], title: str, unit: str) -> None:
-    """Plots each row's series, the second column over the first."""
+    """Plots each row's series, the second column against the first."""
     for place, row in enumerate(rows):
         along, values = zip(*(one[:2] for one in row["series"]), strict=True)
         colour = _COLOURS[place % len(_COLOURS)]

@@ -50,7 +50,7 @@ class ProbeResult:
 
 
 def probe(device: Any = 0) -> list[ProbeResult]:
-    """Tries every back end, in the order of ``"auto"``, and leaves none open.
+    """Tries every back end, in the order in which ``"auto"`` tries them; leaves none open.
 
     Args:
         device: CUDA ordinal, torch.device or cuda.core Device.

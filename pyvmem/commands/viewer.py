@@ -192,7 +192,7 @@ def fetch(where: str) -> dict[str, Any]:
 
     Raises:
         OSError: no server answers.
-        InvalidArgument: `where` is malformed, or the server is not that of `Telemetry.serve`.
+        InvalidArgument: `where` is malformed, or the server is not one that `Telemetry.serve` runs.
     """
     url = _url(where)
     wrong = InvalidArgument(

@@ -26,7 +26,7 @@ _MEANING = {
 
 
 class BackEnd(Protocol):
-    """The properties of a back end, which `pyvmem.ContextInfo` and `Probed` records have."""
+    """A back end's properties, as `pyvmem.ContextInfo` and a `Probed` record provide them."""
 
     @property
     def backend(self) -> str:

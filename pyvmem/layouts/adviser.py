@@ -97,8 +97,8 @@ def choices(
 ) -> list[Choice]:
     """Lists all layouts: each combination of group size, page size and run.
 
-    Group sizes are the common divisors of the number of layers of each kind, up to `max_group` (0:
-    no limit).
+    Group sizes are the common divisors of the layer counts of all kinds, up to `max_group` (0: no
+    limit).
     """
     layers, sizes, lengths = shape.largest_group, list(page_sizes), list(runs)
     groups = [
@@ -108,7 +108,7 @@ def choices(
 
 
 def mapping_ms(one: Cost, limits: Limits) -> float:
-    """Returns the time, in ms, of the map calls in an iteration of the layout's own batch."""
+    """Returns how long, in ms, an iteration's map calls take at the layout's own batch size."""
     return one.batch * one.calls_per_token * limits.call_us / 1e3
 
 
@@ -127,11 +127,11 @@ def advise(
         requests: the workload.
         memory_bytes: bytes for keys and values, on this rank.
         considered: layouts to choose from; None for `choices` with `limits.max_group`.
-        limits: bounds of a layout; None for those of `stock`.
+        limits: bounds that the layout must stay within; None for the bounds of `stock`.
         overread_rows: as in `KVCacheConfig`.
 
     Raises:
-        InvalidArgument: from `cost`; or no layout is within `limits.max_group`.
+        InvalidArgument: raised by `cost`, or no layout is within `limits.max_group`.
     """
     limits = limits or Limits()
     if considered is None:

@@ -4,9 +4,9 @@
 A running request holds its prompt and the tokens generated so far: in iteration k (from 0),
 ``context + k`` tokens. Means are over all iterations of all requests of the workload, so a request
 is weighted by the time for which it holds memory. With M bytes for keys and values, and m bytes
-held by a request on average, M / m requests run concurrently in the long run (Little's law).
+held by an average request, M / m requests run concurrently in the long run (Little's law).
 
-Costs are summed over the groups of equal layers. Layers with a window hold the whole prompt in the
+Costs are summed over the layer groups. Layers with a window hold the whole prompt in the
 first iteration, as after a prefill in one step; from then on, they hold the window at the end of
 the last whole block, `KVCacheConfig.window_tile` rows before it, and whatever else their first page
 contains. Layers with a state hold it from the first iteration to the last.
@@ -90,7 +90,7 @@ class Cost:
         choice: the layout.
         tensors: number of virtual tensors; each growth maps pages in all of them.
         held: average memory of a running request.
-        waste_bound: upper bound of the bytes that a request wastes: a growth, and the rows that a
+        waste_bound: upper bound on the bytes that a request wastes: a growth, and the rows that a
             kernel may read past its length; with a window also a page, the rows before the window
             and a block.
         tokens_per_growth: tokens that fit into a growth, on average.
@@ -100,8 +100,8 @@ class Cost:
         sharing_unit: tokens per block, the granularity of sharing: rows and pages have a common end
             only at multiples of it. 0 if a layer has a state, since states are not shared.
         page_table_bytes: bytes of the last level of the GPU's page table for an average request.
-        books_bytes: upper bound of the kernel memory that `stock` needs for an average request,
-            if every growth was mapped by itself; much less if a prompt was mapped in runs. `uvm`
+        books_bytes: upper bound on the kernel memory that `stock` needs for an average request,
+            if every growth was mapped separately; much less if a prompt was mapped in runs. `uvm`
             needs about 28 bytes per page.
         batch: number of concurrent requests in the given memory.
         attention: decode attention time once that memory is full, with whole blocks of 2 MB mapped
@@ -241,7 +241,7 @@ def _floor_power(value: int) -> int:
 
 
 def _most_waste(layout: Layout, choice: Choice, unit: int) -> int:
-    """Returns the number of bytes of `Cost.waste_bound` for one layer group."""
+    """Returns one layer group's part of `Cost.waste_bound`, in bytes."""
     config = layout.config
     if layout.state:
         return (layout.slot_pages * layout.page_size - layout.row_bytes) * layout.num_tensors

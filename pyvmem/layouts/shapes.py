@@ -42,7 +42,7 @@ class ModelShape:
     layers: tuple[Shape, ...] = ()
 
     def configs(self, **overrides: Any) -> list[KVCacheConfig]:
-        """Returns a cache configuration for each group of equal layers.
+        """Returns a cache configuration for each layer group.
 
         Args:
             overrides: further fields of `KVCacheConfig`.
@@ -58,10 +58,10 @@ class ModelShape:
         ]
 
     def config(self, **overrides: Any) -> KVCacheConfig:
-        """Returns the cache configuration of a model whose layers are all equal.
+        """Returns the cache configuration of a model whose layers are all of one kind.
 
         Raises:
-            InvalidArgument: from `KVCacheConfig`; or layers differ, or have a window or a state.
+            InvalidArgument: from `KVCacheConfig`; or layers differ or have a window or a state.
         """
         configs = self.configs(**overrides)
         if len(configs) > 1 or configs[0].window or configs[0].state:
@@ -73,7 +73,7 @@ class ModelShape:
 
     @property
     def largest_group(self) -> int:
-        """The maximum number of layers per tensor, which divides the size of every group."""
+        """The largest number of layers per tensor that divides the size of every group."""
         return gcd(*(config.num_layers for config in self.configs()))
 
     @property

@@ -34,7 +34,7 @@ class Request(NamedTuple):
     """The lengths of a request.
 
     Attributes:
-        context: number of tokens of the prompt.
+        context: number of tokens in the prompt.
         output: number of tokens to generate.
     """
 
@@ -52,8 +52,8 @@ class Arrival(NamedTuple):
 
     Attributes:
         at: seconds after the first request.
-        content: an id for each 512 tokens of its prompt, equal for equal prefixes; empty if the
-            prompt shares no prefix.
+        content: an id for every 512 tokens of the prompt; prompts with a common prefix have the
+            same first ids. Empty if the prompt shares no prefix.
     """
 
     at: float
@@ -62,7 +62,7 @@ class Arrival(NamedTuple):
 
 
 def read_trace(path: Path | str) -> list[Request]:
-    """Reads the requests of a trace, in its order; skips those without a prompt or an output.
+    """Reads a trace's requests in order; skips those without a prompt or an output.
 
     Raises:
         InvalidArgument: the file cannot be read, has another format, or contains no request.

@@ -2,7 +2,7 @@
 """A thread event that an asynchronous exception cannot leave half-set.
 
 `threading.Event` acquires its lock in Python code: an exception from a signal handler at that point
-leaves it locked forever. `threading.Thread.start` waits on such an event, too.
+leaves it locked forever. `threading.Thread.start` also waits on such an event.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Locks a directory among processes and threads. Exiting releases the lock; no file remains."""
+"""A lock on a directory, for processes and threads. Exiting releases it, and no file remains."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["locked_folder"]
 
 @contextlib.contextmanager
 def locked_folder(folder: Path, patience: float) -> Iterator[bool]:
-    """Holds the lock on `folder`; yields false if it was not acquired in `patience` seconds."""
+    """Holds the lock on `folder`; yields false if not acquired within `patience` seconds."""
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         end = time.monotonic() + patience

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Logs under the logger ``pyvmem``.
 
-Each module has its own child logger. The level *info* is for the opened back end, and why others
+Each module has its own child logger. The level *info* reports the opened back end and why others
 could not be used; *debug* is for how a cache handles memory shortage and page changes (reclaiming,
 eviction, promotion, joins, trims); *warning* is for problems that an operator should know about, at
 most once a minute per cause. A call that finds enough memory logs nothing.
@@ -31,7 +31,7 @@ def warn(log: logging.Logger, cause: str, text: str, *args: object) -> None:
         log: the logger.
         cause: one of a few fixed names, not one per object.
         text: the message, with ``%`` for each argument, as for `logging.Logger.warning`.
-        args: its arguments.
+        args: the message's arguments.
     """
     if not log.isEnabledFor(logging.WARNING):
         return

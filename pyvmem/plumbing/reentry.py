@@ -67,7 +67,7 @@ _CALLS = ("pyvmem.", "contextlib.")  # modules whose frames count as part of a c
 
 
 def within(section: FrameType) -> bool:
-    """Returns true if the caller's caller runs, directly or indirectly, within a frame.
+    """Returns true if the frame `section` is on the call stack of the caller's caller.
 
     Raises:
         Reentered: the interrupted call is changing a cache's records, or records of the caller's

@@ -5,7 +5,7 @@ An asynchronous exception (Ctrl-C) may be raised just after an object was create
 has a reference, or while the object is being closed. Then no caller can close it. Nor can a
 finalizer, which may run between a failed C call and the query of its error, and whose exceptions
 would be ignored. Therefore the libvmem objects that a Python object creates are recorded
-separately, and creating the next Python object of the same kind frees those of lost ones.
+separately, and creating the next Python object of the same kind frees those of lost owners.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Remains:
 
 
 def end_lost() -> None:
-    """Frees the libvmem objects of lost owners, newest first, as they may lie in older ranges."""
+    """Frees lost owners' libvmem objects, newest first, as new ones may lie in older ranges."""
     for key, one in reversed(list(_all.items())):
         if one.owner() is None:
             with suppress(VMemError):  # already closed, or cannot be freed yet

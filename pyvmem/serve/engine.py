@@ -75,8 +75,8 @@ class EngineStats:
         step_s: seconds in `Scheduler.begin` (`RequestCache.admit` and `extend`): the critical path.
         ahead_s: seconds in calls of `Scheduler.look_ahead` (`admit` and `prepare`).
         model_s: seconds in the model, until the tokens reach the CPU.
-        model_steps_s: the same per step; the first step of a shape also loads its kernels and, with
-            FlexAttention, compiles them.
+        model_steps_s: `model_s` per step; the first step of a shape also loads its kernels and,
+            with FlexAttention, compiles them.
         total_s: seconds in `Engine.step`.
     """
 

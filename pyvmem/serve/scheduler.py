@@ -70,8 +70,8 @@ class Scheduler:
         """Selects the sequences of a step and maps their memory.
 
         Returns:
-            The sequences of the step, with `chunk` set and memory for all their rows; or an empty
-            list and a sequence that does not fit in memory even alone and was removed.
+            The step's sequences, with `chunk` set and memory for all their rows, and None; or an
+            empty list, and a sequence that was removed because it does not fit even alone.
 
         Raises:
             RuntimeError: sequences are waiting, but the cache has no slot for any of them.

@@ -32,7 +32,7 @@ class Reference:
 
     Attributes:
         tokens: the answer's token ids.
-        margins: for each token, the difference of the two best logits, as a fraction of the larger.
+        margins: for each token, the gap between the two best logits, as a fraction of the larger.
     """
 
     tokens: tuple[int, ...]
@@ -56,7 +56,7 @@ class Verdict:
     """The outcome of `compare`.
 
     Attributes:
-        requests, identical: number of requests compared, and of those equal in every token.
+        requests, identical: numbers of requests compared, and of those that match in every token.
         allowed: maximum number of requests that may differ at a tie.
         differences: all differences found.
         passed: whether the rule at the top of this module holds.
@@ -188,7 +188,7 @@ def compare(
     """Applies the module's rule to an engine's answers; serves differing requests again.
 
     Args:
-        cache: the cache over which they are served again.
+        cache: the cache with which differing requests are served again.
         expected: the references by request id.
     """
     found: list[Difference] = []

@@ -65,10 +65,10 @@ class System:
     """A way to store keys and values.
 
     Attributes:
-        name: ``g1/64K``: groups of one layer, pages of 64 KB; ``blocks/16``: PagedAttention.
+        name: such as ``g1/64K`` (a tensor per layer, 64 KB pages), ``blocks/16`` (PagedAttention).
         group_size: layers in one tensor.
-        page_size: bytes; 0 for blocks.
-        block: tokens; 0 for pages.
+        page_size: page size in bytes; 0 for blocks.
+        block: tokens per block; 0 for pages.
         overread_rows: rows that a kernel may read past a prompt's end, because it reads whole
             tiles; 0 for blocks.
     """
@@ -102,7 +102,7 @@ def systems(
 
     Args:
         shape: the model.
-        page_sizes: in bytes.
+        page_sizes: page sizes in bytes.
         groups: layers per tensor, 0 for all. Sizes that do not divide the number of layers are
             skipped.
         blocks: tokens per block of PagedAttention.
@@ -153,7 +153,7 @@ def measure(
 
 
 def aims(record: Record) -> list[dict[str, Any]]:
-    """Returns how the batch with 64 KB pages and a tensor per layer compares with other layouts'.
+    """Compares the batch with 64 KB pages and a tensor per layer with other layouts' batches.
 
     Each value is a ratio of two batches. Only Azure's trace has targets.
     """

@@ -216,7 +216,7 @@ def _measure(command: Command, part: Part, device: torch.device) -> None:
 
 
 def _compare(outs: list[torch.Tensor]) -> float:
-    """Returns how far any output is from the first, relative to the first's largest element."""
+    """Returns the largest difference from the first output, relative to its largest element."""
     first = outs[0].float()
     return max(float((one.float() - first).abs().max() / first.abs().max()) for one in outs)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench fill`: requests grow until no page is left, in the default way and in others.
+"""`vmem bench fill`: requests grow until no page is left, by default and in other ways.
 
 A driver call creates one mapping, and a GPU allows fewer mappings than it has pages, so its memory
 cannot be filled page by page (`pyvmem.kvcache.growth`). The same requests grow in each of these

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench kernels --footprint`: attention by cache size and by size of page-table entries.
+"""`vmem bench kernels --footprint`: attention time by cache size and page-table entry size.
 
 Times one attention step over all layers of a model. Its keys and values fill a *footprint*: the
 number of mapped bytes, all of which a decode step reads once. A GPU's TLBs cover a few gigabytes
@@ -398,7 +398,7 @@ class Footprint:
             )
 
     def _aims(self, works: Sequence[_Work], kinds: Sequence[str]) -> None:
-        """Adds the time with each kind of memory relative to cudaMalloc's, in every layout."""
+        """Adds each kind of memory's time relative to cudaMalloc memory, in every layout."""
         prefix = self.part.name
         for work in works:
             for kind in kinds[1:]:

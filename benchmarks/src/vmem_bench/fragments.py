@@ -24,7 +24,7 @@ class Fragments(Closable):
         backend: name of the back end.
         device: CUDA ordinal.
         page: page size in bytes.
-        nbytes: bytes of memory to leave free; an equal amount is taken.
+        nbytes: bytes of memory to leave free; the same amount is taken.
 
     Attributes:
         context: the context, which this object owns.

@@ -28,13 +28,13 @@ MODES = {
     "async": "mapped in the background",
     "sync": "mapped on the critical path",
 }
-_DRAWN = 500  # the times of this many iterations are stored one by one, to be drawn
+_DRAWN = 500  # number of iterations whose times are stored individually, for the picture
 SPIKE = 1.2
 OVERREAD = 192  # rows read past a request's end: FlashAttention-3 reads whole tiles
 
 
 class Lengths:
-    """The tokens of each request, at every iteration.
+    """The number of tokens in each request, at every iteration.
 
     Args:
         batch: number of requests; their first lengths are spread evenly from `low` to `high`.
@@ -48,7 +48,7 @@ class Lengths:
         self._starts = [i * distance for i in range(batch)]
 
     def at(self, iteration: int) -> list[int]:
-        """Returns the number of tokens of each request at an iteration, with the new token."""
+        """Returns each request's number of tokens at an iteration, including the new token."""
         span = self.high - self.low
         return [self.low + 1 + (start + iteration) % span for start in self._starts]
 
@@ -57,7 +57,7 @@ class Lengths:
         return [i for i, length in enumerate(self.at(iteration)) if length == self.high]
 
     def replaced(self, iteration: int) -> list[bool]:
-        """Returns, for each position in the batch, whether its first request was replaced."""
+        """Returns, for each position in the batch, whether its first request has been replaced."""
         span = self.high - self.low
         return [start + iteration >= span for start in self._starts]
 
@@ -260,7 +260,7 @@ class Mode(Closable):
             must(self.cache.step_async(self._by_slot(self.lengths.at(iteration + 1))))
 
     def add_rows(self, part: Part) -> None:
-        """Adds the rows of the times recorded so far."""
+        """Adds rows for the times recorded so far."""
         what, name = MODES[self.name], self.name
         times = self.times
         row = part.time(f"time/{name}", f"an iteration, {what}", name, times.total, unit="ms")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Times and checks one attention kernel, contiguous and in blocks, over memory of two kinds.
+"""Times and checks one attention kernel, contiguous and in blocks, over two kinds of memory.
 
 It also times the calls that `pyvmem.attention` makes for a cache: over slots with a tensor for each
 layer, and over slots whose tensor holds the rows of several layers, so that a layer's rows are
@@ -287,7 +287,7 @@ class PagedBench:
         return out
 
     def _check(self, what: str, out: torch.Tensor, wanted: torch.Tensor) -> None:
-        """Raises WrongResult if an output differs by too much from the wanted one.
+        """Raises WrongResult if an output differs by too much from the expected one.
 
         Each head of each token is compared separately, as later tokens' outputs are smaller.
         """

@@ -31,8 +31,8 @@ class Case:
         name: the case's name in the ids of rows.
         what: description of the case.
         batch: number of requests.
-        q_len: number of new tokens of each request, which are its last rows.
-        kv_len: number of rows of each request.
+        q_len: number of new tokens per request, which are its last rows.
+        kv_len: number of rows per request.
         tuned: whether to search for the best number of splits; otherwise the kernel chooses it.
     """
 
@@ -100,7 +100,7 @@ SETS: dict[str, tuple[Case, ...]] = {
     "long": tuple(
         Case(f"prefill_{n}k", f"prefill of {n}K", 1, n * _K, n * _K) for n in (32, 128, 192)
     ),
-    # Prompts of 16K of which a part is already in the cache; with "none", all of it is computed.
+    # 16K prompts, part of which is already in the cache; with "none", all tokens are computed.
     "prefix": tuple(
         Case(
             f"prefix_{name}",

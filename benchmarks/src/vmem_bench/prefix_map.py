@@ -9,8 +9,8 @@ pages are in physical memory, and so on how the first request allocated them:
 - ``runs_2m``: in one step, with 2 MB pages, each of which the GPU can map with one large entry.
 - ``fragmented``: from memory in which only single pages are free, so that no two are adjacent.
 
-A conversation's next turn, whose slot still has the prefix mapped, is timed too; it makes no driver
-call.
+A conversation's next turn, whose slot still has the prefix mapped, is also timed; it makes no
+driver call.
 """
 
 from __future__ import annotations

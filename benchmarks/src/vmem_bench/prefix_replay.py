@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Two prefix caches on the same trace and budget: our tree, and blocks named by their hash.
+"""Two prefix caches with the same trace and budget: our tree, and blocks identified by hashes.
 
 Both serve one request at a time. At most n - 1 of a prompt's n tokens may come from the cache,
 since the last token must be computed. Then the prompt is recorded up to its last whole unit.
@@ -198,7 +198,7 @@ class Tree:
 
 
 class Tail(Units):
-    """A span of which the sliding layers hold the last `held` units."""
+    """A span whose last `held` units are held by the sliding layers."""
 
     __slots__ = ("held",)
 
@@ -224,8 +224,8 @@ class Sliding:
         unit: tokens per unit; the same for all layers.
         token_bytes: size of a token's keys and values in all layers.
         budget: memory for keys and values, in bytes.
-        layers: the number of sliding layers, and the number of all layers.
-        kept: number of tokens before the next token that sliding layers need.
+        layers: the numbers of sliding layers and of all layers.
+        kept: number of tokens that sliding layers need before the next token.
         chunk: maximum number of tokens that a step computes.
 
     Attributes:
@@ -312,7 +312,7 @@ class Sliding:
 
 
 class Blocks:
-    """A cache of blocks named by their hash, in one queue; see the top of this file.
+    """A cache of blocks identified by hashes, in one queue; see the top of this file.
 
     A block's hash covers its whole prefix. The trace gives such a hash for every 512 tokens, so a
     block is named by this hash and its index within the 512 tokens.

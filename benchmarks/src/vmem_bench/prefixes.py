@@ -82,7 +82,7 @@ def _parts(text: str) -> tuple[str, ...]:
 
 
 def hits(part: Part, shape: ModelShape, prompts: list[Any], budgets: list[int]) -> None:
-    """Adds the share of the prompts' tokens that each cache finds with each budget."""
+    """Adds the fraction of prompt tokens that each cache finds with each budget."""
     from vmem_bench.prefix_replay import Blocks, Cache, Tree, bound
 
     total = sum(prompt.length for prompt in prompts)
@@ -118,7 +118,7 @@ def hits(part: Part, shape: ModelShape, prompts: list[Any], budgets: list[int]) 
 def turns(
     part: Part, shape: ModelShape, prompts: list[Any], budgets: list[int], slots: int
 ) -> None:
-    """Adds the shares of hits, next turns and hit tokens that were still mapped, by budget."""
+    """Adds the fractions of hits, next turns and hit tokens that were still mapped, by budget."""
     from vmem_bench.prefix_replay import Turns, common_tokens
 
     unit = cost(shape, Choice(*_LAYOUTS[0]), [Request(1, 1)], _LAYOUTS[0][1]).sharing_unit
@@ -175,7 +175,7 @@ def _hit_rate(
 
 
 def windows(part: Part, prompts: list[Any], budgets: list[int]) -> None:
-    """Adds the share of the prompts' tokens found with windows and with all rows kept."""
+    """Adds the fractions of prompt tokens found with windows and with all rows kept."""
     from vmem_bench.prefix_replay import Cache, Sliding, Tree
 
     shape = _SLIDING

@@ -11,7 +11,7 @@ running requests are counted, with the bytes that they map and the bytes that th
 4. Requests that have generated their last token leave.
 
 A request of c prompt tokens and o output tokens runs o iterations and holds c, c + 1, ...,
-c + o - 1 tokens. Only iterations limited by memory count, which are those with a request still
+c + o - 1 tokens. Only iterations limited by memory count: those in which a request is still
 waiting after step 2. The end of the trace, when the queue is empty, does not count.
 """
 
@@ -99,7 +99,7 @@ class Outcome:
             case all iterations count.
         mean_batch: mean number of running requests.
         max_batch: largest number of running requests.
-        wasted_bytes: mean bytes of a running request that are mapped and hold no token.
+        wasted_bytes: mean bytes per running request that are mapped but hold no token.
         mapped_bytes: mean bytes of all running requests together.
         preemptions: number of times that a request returned to the queue, in the whole trace.
     """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """`vmem bench sharing`: memory that forks save in parallel sampling and in beam search.
 
-Figures 14 and 15 of the PagedAttention paper (SOSP'23) show the share of blocks that sharing saves.
+Figures 14 and 15 of the PagedAttention paper (SOSP'23) show what fraction of blocks sharing saves.
 Requests have the mean lengths of the paper's two data sets, for its OPT-13B and for Llama-3-8B.
 Samples share only the prompt. Which beam descends from which depends on the model, so a beam search
 by transformers, with the demo's model and prompts, is recorded step by step.
@@ -104,7 +104,7 @@ class Family:
 
 
 def saved(layout: Layout, prompt: int, parents: Parents) -> float:
-    """Returns the share of pages that sharing saves, summed over the steps of an answer."""
+    """Returns the fraction of pages that sharing saves, over all steps of an answer."""
     family = Family(layout, prompt, len(parents[0]))
     held, alone = family.held, family.alone
     for step in parents:

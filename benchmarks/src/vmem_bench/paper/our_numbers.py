@@ -162,7 +162,7 @@ def roofline(results: Results) -> str:
 
 
 def fa3_over_fa2(results: Results) -> str:
-    """The time of FlashAttention-2 divided by that of FlashAttention-3, for prefill and decode."""
+    """FlashAttention-2's time divided by FlashAttention-3's, for prefill and decode."""
 
     def over(case: str) -> float:
         two, three = (results["h100"].value(f"attention/{k}/{case}/random0") for k in _VERSIONS)
@@ -260,7 +260,7 @@ def largest(results: Results, file: str = "capacity", models: Sequence[str] = MO
 
 
 def used(results: Results) -> str:
-    """The share of the mapped memory that rows use, by page size."""
+    """The fraction of mapped memory that rows use, by page size."""
     parts = []
     for name, words in (
         ("g1/64K", "64 KB pages"),
@@ -296,7 +296,7 @@ def prefix(results: Results) -> str:
 
 
 def hits(results: Results) -> str:
-    """The share of prompt tokens that the prefix cache finds."""
+    """The fraction of prompt tokens that the prefix cache finds."""
     one = results["prefixes"]
     bound, found = one.value("hits/bound"), one.value("hits/tree/g1/64K/200G")
     return f"{found:.1f} % of prompt tokens found with 200 GB, {bound:.1f} % without a limit"
@@ -306,7 +306,7 @@ def hits(results: Results) -> str:
 
 
 def served(file: str, part: str, figure: str, words: str, *others: str) -> Callable[[Results], str]:
-    """The first arm's figure, relative to that of the other arms and of its own second run."""
+    """The first arm's figure, relative to those of the other arms and of its own second run."""
 
     def text(results: Results) -> str:
         one = results[file]
@@ -340,7 +340,7 @@ def static(results: Results) -> str:
 
 
 def freed(results: Results, file: str = "serve-azure-online-h200") -> str:
-    """The mean share of the pool that stays unmapped."""
+    """The mean fraction of the pool that stays unmapped."""
     one, part = results[file], "azure"
     mapped, pool = (one.value(f"{part}/mapped/{name}") for name in ("contiguous", "paged16"))
     return f"{100 * (1 - mapped / pool):.0f} % of the pool is not mapped, on average"
@@ -381,7 +381,7 @@ def small_pages(results: Results, file: str = "serve-azure-h200", part: str = "o
 
 
 def forks(results: Results) -> str:
-    """The memory that sharing saves, as ranges over widths 2, 4 and 6 like in the paper."""
+    """The memory that sharing saves, as ranges over widths 2, 4 and 6, as in the paper."""
     one, parts = results["sharing"], []
     for load, name in (("alpaca", "Alpaca"), ("sharegpt", "ShareGPT")):
         for system, words in (

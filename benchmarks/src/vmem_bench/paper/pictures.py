@@ -213,7 +213,7 @@ def _hits(results: Results) -> dict[str, Any]:
 
 
 def _served(file: str, part: str, figures: dict[str, str]) -> Callable[[Results], dict[str, Any]]:
-    """Returns a function for bars: the figures of each serving arm, relative to ``contiguous``."""
+    """Returns a function for `Picture.data`: the arms' figures, relative to ``contiguous``."""
 
     def data(results: Results) -> dict[str, Any]:
         one = results[file]

@@ -200,7 +200,7 @@ class _Runner:
         limit_s: float = float("inf"),
         observer: Any = None,
     ) -> Outcome:
-        """Serves the arrivals with a new store; 0 slots or bytes stand for the command's."""
+        """Serves the arrivals with a new store; the command's `slots` and `limit` replace 0."""
         from vmem_bench.serving.loop import serve
         from vmem_bench.serving.ranks import Run
 
@@ -263,7 +263,7 @@ class _Runner:
         return LeadingForward(self.model, Told(store, self.group), *rest)
 
     def sweep(self) -> None:
-        """Closes the stores, after a run: in `serve`, an error's frames would hold the tensors."""
+        """Closes the stores after a run; in `serve`, an error's frames would hold the tensors."""
         import torch
 
         gc.collect()
@@ -275,7 +275,7 @@ class _Runner:
             torch.cuda.empty_cache()
 
     def logits(self, name: str, requests: Sequence[Request]) -> dict[tuple[int, int], Any]:
-        """Serves `requests` and returns the logits by request and its number of rows."""
+        """Serves `requests`; returns the logits, keyed by request and its number of rows."""
         found: dict[tuple[int, int], Any] = {}
 
         def keep(lives: Any, logits: Any) -> None:
@@ -290,7 +290,10 @@ class _Runner:
 
 
 def _tokens(sizes: Sizes, number: int, arrival: Arrival) -> Ints:
-    """Returns a request's tokens, identical in every arm and for equal content ids."""
+    """Returns a request's tokens.
+
+    They are the same in every arm, and each content id determines a block of the prompt's tokens.
+    """
     import numpy as np
 
     def drawn(seed: tuple[int, ...], count: int) -> Ints:

@@ -67,7 +67,7 @@ class Live:
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample of the bytes mapped, held by requests and used by rows, and of running requests."""
+    """A sample: bytes mapped, bytes held by requests, bytes used by rows, and running requests."""
 
     at: float
     mapped: int
@@ -92,7 +92,7 @@ class Outcome:
         steps: number of forward passes.
         batch_s: sum over all steps of the number of requests times the step's duration.
         short_s, short_batch_s: time during which requests waited for a slot or for memory, and the
-            part of `batch_s` that falls into this time.
+            part of `batch_s` that falls within this time.
     """
 
     finished: int = 0

@@ -32,7 +32,7 @@ _FORMAT = "vmem-bench-serve/1"
 _FREE = ("arms", "asked", "deadline", "rounds", "limit_s")
 # The number of bytes up to which memory is short for Azure's trace and an 8B model.
 _BINDS = 20 << 30
-_NOISE = 0.05  # the most by which the difference between identical arms relaxes a target
+_NOISE = 0.05  # maximum by which the difference between identical arms relaxes a target
 _SERIES = 400  # maximum number of memory samples in a row's series
 
 
@@ -141,7 +141,7 @@ def _middle(values: Sequence[float]) -> dict[str, Any]:
 
 
 def over(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
-    """Returns the ratio of two rows' values; in joined runs, the median over runs with both."""
+    """Returns the ratio of two rows' values; in joined runs, its median over runs with both."""
     if "by_run" not in one:
         return float(one["value"]) / float(other["value"])
     mine, theirs = dict(one["by_run"]), dict(other["by_run"])

@@ -26,7 +26,8 @@ from vmem_bench.decoder import Sizes
 
 __all__ = ["Held", "Paged", "SharedPaged", "Slots", "Static", "Store", "Table"]
 
-_FEW_TENSORS = 16  # with more, pages past a prompt's end stay: each tensor needs separate calls
+# With more tensors, pages past a prompt's end stay mapped, since each tensor needs separate calls.
+_FEW_TENSORS = 16
 _RESERVE = 100  # 1 / _RESERVE of the pages is kept for running requests, like vLLM's watermark 0.01
 
 Ints = NDArray[np.int32]
@@ -47,7 +48,7 @@ class Table(NamedTuple):
     Attributes:
         layers: the keys and values of each layer, ``[blocks, block, kv_heads, head_dim]``.
         rows: rows per block.
-        width: number of blocks of the longest request.
+        width: number of blocks in the longest request.
         of: returns the blocks of some slots, int32 ``[slots, width]``, given the slots' numbers on
             the device and the width.
     """
@@ -474,7 +475,7 @@ class Paged(Store):
 
 
 class SharedPaged(Paged):
-    """Blocks of a pool that requests share; a full block's key covers its tokens and all before.
+    """Blocks of a pool that requests share; a full block's key covers all tokens up to its end.
 
     When a block's last request ends, the block keeps its rows and is appended to a queue. If no
     block is free, the block at the front is evicted. A request's last blocks are queued first.

@@ -2,7 +2,7 @@
 """`vmem bench sglang`: SGLang on the elastic pool, compared with stock SGLang on the same device.
 
 Engines run one at a time, each in a new process, in the order stock, elastic, elastic, stock, so
-that a drift of the machine's speed affects both equally. A ratio is the mean over pairs of adjacent
+that drift in the machine's speed affects both equally. A ratio is the mean over pairs of adjacent
 turns, with its confidence interval. The result file is written after each turn. share.py implements
 the part ``share``.
 """
@@ -180,7 +180,7 @@ def _memory(part: Part, arm: str, found: Iterable[Found]) -> None:
 
 
 def _same(part: Part, arm: str, turns: Turn) -> None:
-    """Adds how many answers equal those of stock's first turn, or the engine's earlier ones."""
+    """Counts answers that match those of stock's first turn or the engine's earlier answers."""
     of = {"alone": "stock's first turn", "again": "before", "batch": "stock's first turn"}
     stock = [one["tokens"] for one in turns["stock"] if "tokens" in one]
     mine = [one for one in turns[arm] if "tokens" in one]

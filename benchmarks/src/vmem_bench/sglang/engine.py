@@ -75,8 +75,8 @@ class _Engine:
     def memory(self) -> dict[str, int]:
         """Returns the engine's memory in bytes.
 
-        `device` is the device memory allocated since before the engine's start, and `mapped` what
-        the ledger records.
+        `device` is the device memory allocated since before the engine's start, and `mapped` the
+        amount that the ledger records.
         """
         account = self.account() if self.plan["elastic"] else None
         found = {"mapped": account.used} if account is not None else {}
@@ -161,7 +161,7 @@ def _measure(plan: dict[str, Any], add: Any) -> None:
         memory["after"] = engine.memory()
         for key, value in memory[
             "after"
-        ].items():  # a short load may end between two samples, so count the memory after it too
+        ].items():  # a short load may end between two samples, so also count the memory after it
             memory["highest"][key] = max(memory["highest"][key], value)
         time.sleep(plan["idle"])
         memory["rest"] = engine.memory()

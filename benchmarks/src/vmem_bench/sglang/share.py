@@ -3,7 +3,7 @@
 
 Four engines run at the same time: elastic vLLM and SGLang, which share memory through one ledger,
 and stock vLLM and SGLang, each with half of that memory. A burst of requests needs most of the
-shared memory, so a stock engine holds only part of it, and its other requests wait or are
+shared memory, so a stock engine holds only part of it, and the remaining requests wait or are
 recomputed.
 """
 
@@ -244,7 +244,7 @@ class Found:
         self.device: dict[str, int] = {}
 
     def used(self, fleet: Fleet) -> dict[str, int]:
-        """Returns the bytes that each elastic engine and both together use, by the ledger."""
+        """Returns the bytes that the ledger records for each elastic engine, and their sum."""
         booked = fleet.booked()
         used = {engine: booked[f"{engine}-elastic"].used for engine in ENGINES}
         return used | {"both": sum(used.values())}

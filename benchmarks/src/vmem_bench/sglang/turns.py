@@ -237,7 +237,7 @@ class Turns:
 
 
 def _read(out: Path) -> Found:
-    """Returns the results of completed steps by name; those of "rate" by number of requests."""
+    """Returns the results of completed steps by name; for "rate", by number of requests."""
     found: Found = {}
     text = out.read_text(encoding="utf-8") if out.exists() else ""
     for line in text.splitlines():

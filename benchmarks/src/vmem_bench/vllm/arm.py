@@ -6,7 +6,7 @@ Orders are lines of JSON on standard input; each is answered with a line on the 
 
     {"load": [[id, ...], ...], "tokens": [n, ...], "at": [s, ...], "most": n, "begin": t}
                             -> {"seconds": s, "answers": [[id, ...], ..], "added": [s, ..],
-                                "times": [[s, ...], ...], "waited": s, waiting for the GPU,
+                                "times": [[s, ...], ...], "waited": s spent waiting for the GPU,
                                 "cached": [tokens of each prompt that were not computed]}
     {"costs": {...}}, a load as above, during which the pool's code is timed; see `_costs`
                             -> {"steps": [{"tokens": n, "us": t}, ...]}
@@ -179,7 +179,7 @@ def _script(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
     at most), output (tokens of an answer, at most), most (concurrent requests, at most) and reset
     (the probability of a reset after a step). All requests, and the number of tokens after which
     each is aborted, are drawn before the first step, so that the answers of the others can be
-    compared whatever an engine's pace.
+    compared regardless of an engine's speed.
     """
     draw = random.Random(order["seed"])
     begin = [draw.randrange(3, order["vocabulary"]) for _ in range(order["longest"] // 2)]
@@ -325,7 +325,7 @@ def _elastic(llm: Any) -> Any:
 
 
 def _state(llm: Any) -> dict[str, Any]:
-    """Returns the bytes that torch reserves in this process, and the sums of the transfers.
+    """Returns the bytes that torch reserves in this process, and the transfer totals.
 
     For an elastic engine, the result includes the state of the pool.
     """

@@ -4,8 +4,8 @@
 Engines of one shape with the same random weights, each in its own process (`arm`), get the
 same requests in turn. The parts:
 
-- ``load``: throughput and latency at several rates, of stock, elastic and stock again. The tokens
-  are compared.
+- ``load``: throughput and latency at several rates, for stock, elastic and again stock vLLM. The
+  tokens are compared.
 - ``idle``: the memory that an idle engine withholds from other processes, and for how long.
 - ``share``: alternating bursts of engines that share memory, of engines with static parts, and of
   each engine alone.

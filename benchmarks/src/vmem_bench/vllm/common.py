@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 ARMS = {"stock": "stock", "elastic": "elastic", "stock again": "stock"}
-"""The arms in the order of a round, and the engine of each; the first arm is the reference."""
+"""The arms in the order of a round, with each arm's engine; the first arm is the reference."""
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -95,7 +95,7 @@ def open_fleet(command: Command, *, max_num_seqs: int = 0, **options: Any) -> Fl
 
 
 def plans_of(args: argparse.Namespace, memory: int) -> dict[str, Plan]:
-    """Returns a stock and an elastic plan, and with ``--beside`` one with that page size."""
+    """Returns a stock and an elastic plan and, with ``--beside``, a plan with its page size."""
     plans = {"stock": Plan(False, memory), "elastic": Plan(True, memory)}
     if args.beside:
         env = {"VMEM_PAGE_SIZE": str(args.beside)}

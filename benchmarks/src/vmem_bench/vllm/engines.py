@@ -350,7 +350,7 @@ class Fleet:
         if self.command.backend == "host":
             options["enforce_eager"] = True
         else:
-            # vLLM only checks that this share of memory is free, as the KV cache's size is given.
+            # vLLM only checks that this fraction of memory is free, as the KV cache size is given.
             options["gpu_memory_utilization"] = 0.5 / count
             # CUDA graphs for decoding, as in serving, but no compiler, which would take longer than
             # the runs.
@@ -495,7 +495,7 @@ class Fleet:
         return found
 
     def used(self, name: str) -> int:
-        """Returns the bytes that an engine uses, by the ledger."""
+        """Returns the bytes that an engine uses, according to the ledger."""
         one = self.booked().get(name)
         return one.used if one is not None else 0
 

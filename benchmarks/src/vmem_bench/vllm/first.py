@@ -6,8 +6,8 @@ by then, and must map memory for the prompt. Engines take turns in alternating o
 same idle period; while one answers, the others are idle.
 
 ``cost`` measures the time that an elastic engine's process spends in the pool's code in a decode
-step, timed at the code's entry points. A comparison of the steps of two engines would not show it,
-because steps vary by more than this time from run to run.
+step, timed at the code's entry points. Comparing two engines' steps would not show this time,
+because steps vary by more than that from run to run.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 """The part ``full`` of `vmem bench vllm`: engines that fill the GPU, one at a time.
 
 Two identical engines that run side by side differ by several percent in every round, because
-processes differ whatever the pool. So each engine has the GPU to itself, serves a load that fills
-its KV cache, idles, serves the load again, and is stopped. Arms alternate (stock, elastic, elastic,
-stock), so that a drift of the machine's speed affects both equally. At the start of either load,
-the elastic engine has almost nothing mapped. The first load of a process includes one-time work in
-torch and the driver, so it has separate rows. A ratio is the mean over pairs of adjacent engines,
-with its confidence interval.
+processes differ with or without the pool. So each engine has the GPU to itself, serves a load that
+fills its KV cache, idles, serves the load again, and is stopped. Arms alternate (stock, elastic,
+elastic, stock), so that drift in the machine's speed affects both equally. At the start of either
+load, the elastic engine has almost nothing mapped. The first load of a process includes one-time
+work in torch and the driver, so it has separate rows. A ratio is the mean over pairs of adjacent
+engines, with its confidence interval.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vmem_bench.vllm.loads import Heard, Load
 
 __all__ = ["add_ratio", "compare", "filling", "interval", "measure", "there_and_back"]
 
-_FILLED = 0.96  # share of the KV cache in use at the end of the load
+_FILLED = 0.96  # fraction of the KV cache in use at the end of the load
 _ENDING = 8.0  # seconds allowed for stopping an engine
 _REST = 3.0  # seconds between the loads, in which an elastic engine frees its memory
 # Student's t for 95 % confidence, for 1, 2, ... degrees of freedom.
@@ -119,7 +119,7 @@ def add_ratio(part: Part, row: str, what: str, arm: str, ratios: Sequence[float]
 
 @dataclass(frozen=True)
 class _Turn:
-    """An engine's second load, and the speed of its first.
+    """Measurements of an engine's second load, and the speed of its first.
 
     Attributes:
         rate: new tokens per second over the whole load.

@@ -157,7 +157,7 @@ def later(found: Sequence[Arrival], seconds: float) -> list[Arrival]:
 def in_turns(
     found: Sequence[Arrival], engines: int, rate: float, seconds: float, period: float
 ) -> list[list[Arrival]]:
-    """Returns requests of `seconds` for each engine; the engines' bursts follow one another.
+    """Returns `seconds` of requests for each engine; the engines' bursts follow one another.
 
     A burst lasts `period` / `engines` seconds. During a burst, `rate` requests arrive per second,
     spaced as in the trace; between bursts they arrive at a tenth of that rate. Each engine gets a

@@ -17,7 +17,7 @@ __all__ = ["measure"]
 
 
 def measure(command: Command, part: Part) -> None:
-    """Compares elastic and stock engines, of which only one kind gets requests at a time."""
+    """Compares elastic and stock engines; only one kind gets requests at a time."""
     args, quick = command.args, command.quick
     count = args.engines
     arms = args.arms or ["shared", "static", "alone"]
