@@ -165,7 +165,7 @@ class Ranks:
 
     def __init__(self, group: Any = None, device: int | None = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
-            raise invalid("torch.distributed is not initialised: call init_process_group first")
+            raise invalid("torch.distributed is not initialized: call init_process_group first")
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
