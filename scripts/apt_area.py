@@ -97,7 +97,7 @@ def archive_source(folder: Path | None = None) -> Source:
 
 
 class AptArea:
-    """apt's lists in a private directory, for a suite of Debian or for the system's sources."""
+    """A private directory for apt's lists, for one Debian suite or for the system's sources."""
 
     def __init__(self, suite: str | None, components: Sequence[str] = ()) -> None:
         self.suite = suite
@@ -143,7 +143,7 @@ class AptArea:
 
     def update(self) -> None:
         """Fetches the package lists; an archive without a valid signature is an error."""
-        # One of the system's archives may be unreachable without being needed.
+        # One of the system's archives may be unreachable; only a given suite's archive is required.
         strict = ["-o", "APT::Update::Error-Mode=any"] if self.suite else []
         try:
             run("apt-get", *self.options(), *strict, "update")

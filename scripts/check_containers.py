@@ -55,7 +55,7 @@ def copy_source(folder: Path) -> None:
 
 
 def base_system(archive: Path, pip: Path) -> DebianSystem:
-    """Returns the base image's system, which a hook packs as a tar file; pip uses only /wheels."""
+    """Returns the base image's system, packed as a tar file by a hook; pip uses only /wheels."""
     packed = f'tar --one-file-system -C "$1" -cf {archive} .'
     return DebianSystem(suite=SUITE, include=(), hooks=(copy_in(pip), f"{in_etc(pip)}; {packed}"))
 

@@ -31,13 +31,13 @@ from vmem_header import ROOT
 
 __all__ = ["GUEST_SECONDS", "deb_system", "guest_command", "lint"]
 
-SUITE = "bookworm"  # its driver package has DEFAULT_VERSION
+SUITE = "bookworm"  # the release whose driver package has DEFAULT_VERSION
 SUITE_PYTHON = "3.11"
 PACKAGING = ROOT / "packaging"
 KERNEL_TESTS = ROOT / "tests" / "kernel"
 # Includes vmem-dkms's dependencies, so that any files left after a purge are vmem-dkms's.
 INCLUDE = ("dkms", "gcc", "kmod", "libc6-dev", "make", "patch", "pkgconf", "python3", "xz-utils")
-# Timeout of the emulated machine, on a busy host.
+# Timeout for the emulated machine on a busy host.
 GUEST_SECONDS = 1800
 
 
@@ -55,7 +55,7 @@ def lint(changes: Path) -> None:
 
 
 def deb_system(debs: Path, kernel: str, image: Path | None) -> DebianSystem:
-    """Returns the system that tests the packages in `debs` with the headers of a kernel release."""
+    """Returns a system that tests the packages in `debs` with the headers of a kernel release."""
     scripts = [PACKAGING / name for name in ("check_lib.sh", "check_deb.sh", "check_guest.sh")]
     return DebianSystem(
         suite=SUITE,

@@ -91,7 +91,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def run(command: list[str], cwd: str, code: str = "", **env: str) -> tuple[str, str]:
-    """Runs a program; returns its output and, if it failed, the problem."""
+    """Runs a program; returns its output, and a description of the problem if it failed."""
     paths = [str(ROOT / "build" / "venv" / "bin"), os.environ.get("PATH", "")]
     environment = {
         **os.environ,
@@ -131,7 +131,7 @@ def check_output(block: Block, said: str) -> list[str]:
 
 
 def run_python(found: list[Block]) -> list[str]:
-    """Runs a page's blocks as one program; each sees the names of earlier blocks."""
+    """Runs a page's blocks as one program, so that a block sees the names in earlier blocks."""
     page = found[0].page.relative_to(ROOT)
     program = ""
     for block in found:  # padded, so that tracebacks show the page's line numbers
@@ -172,7 +172,7 @@ def outcome(block: Block, printed: str, said: str) -> list[str]:
 
 
 def check_code(page: Path) -> tuple[int, list[str]]:
-    """Runs a page's blocks that can run here; returns the number of blocks, and the problems."""
+    """Runs a page's blocks except those with `needs`; returns the block count and the problems."""
     found = list(blocks(page))
     problems = []
     program = [one for one in found if one.language == "python" and not one.needs]
@@ -322,7 +322,7 @@ def error_classes() -> list[str]:
 
 
 def environment_variables() -> dict[str, str]:
-    """Returns the environment variables that the repository's programs read, each with a file."""
+    """Returns the environment variables that our programs read, each with a file that reads it."""
     found = {}
     own = re.compile(r"""environ(?:\.get\(|\[)\s*["']((?:(?:VMEM|NV|LINUX|SIGN)_\w+)|ALLOW)["']""")
     for folder in ("pyvmem", "scripts", "tests"):

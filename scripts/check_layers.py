@@ -67,7 +67,7 @@ def symbols(objects: Path = OBJECTS) -> dict[str, dict[str, set[str]]]:
 
 
 def includes(sources: Path = SRC) -> dict[str, dict[str, set[str]]]:
-    """Returns the graph of #include lines, without headers from outside libvmem/src."""
+    """Returns the graph of #include lines, leaving out headers from outside libvmem/src."""
     graph: dict[str, dict[str, set[str]]] = {}
     for path in sorted(sources.rglob("*.[ch]")):
         found = re.findall(r'^#include "([^"]+)"', path.read_text(encoding="utf-8"), re.M)

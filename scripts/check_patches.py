@@ -165,7 +165,7 @@ class Clone:
 
 
 def fitting_series(clone: Clone) -> dict[str, list[str]]:
-    """Returns the directories whose series apply unambiguously to each version in a clone.
+    """Returns, for each version in a clone, the directories whose series apply unambiguously.
 
     Versions that share identical copies of the patched files are checked once.
     """
@@ -219,7 +219,7 @@ def check_steps(version: str) -> None:
 
 
 def sources(versions: list[str], given: list[Path]) -> list[tuple[str, Path]]:
-    """Returns the sources to check: the given ones, or those of the given or all built versions."""
+    """Returns the sources in `given` or, if empty, those of `versions` or all built versions."""
     found = []
     for path in given:
         tree = kernel_open_below(path)

@@ -29,7 +29,8 @@ __all__ = ["FILES", "PACKAGES", "changelog", "make_deb", "make_orig", "make_twic
 FILES = ROOT / "packaging" / "debian"
 PACKAGES = ("libvmem0", "libvmem-dev", "vmem-dkms")
 REVISION = "0vmem1"  # sorts before Debian's first revision
-# Maps a program or file to the package that contains it; if it exists, the package is installed.
+# Maps a program or file to the package that contains it. If the path exists, the package counts as
+# installed.
 TOOLS = {
     "/usr/bin/dh": "debhelper",
     "/usr/bin/dpkg-buildpackage": "dpkg-dev",
@@ -38,7 +39,7 @@ TOOLS = {
 
 
 def install_tools(tools: dict[str, str]) -> None:
-    """Installs the packages whose programs or files are missing, in the same way as the set-up."""
+    """Installs the packages whose programs or files are missing, as the set-up does."""
     missing = sorted({name for path, name in tools.items() if not Path(path).exists()})
     if missing:
         install_debian_packages(missing)
@@ -131,7 +132,7 @@ def make_twice(out: Path) -> list[Path]:
     """Builds everything twice, the second time without tests and with another time zone and umask.
 
     Raises:
-        DistError: a package or the source differs.
+        DistError: a package or the source archive differs between the two builds.
     """
     made = make_deb(out)
     with elsewhere(), tempfile.TemporaryDirectory(prefix="vmem-again-") as name:

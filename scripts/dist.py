@@ -38,7 +38,7 @@ FLAGS = "-g0 -ffile-prefix-map={folder}=. -fdebug-prefix-map={folder}=."
 
 
 class DistError(Exception):
-    """An error that is reported to the user as its message alone, without a traceback."""
+    """An error whose message is shown to the user without a traceback."""
 
 
 def run(*command: str | Path, cwd: Path = ROOT, **env: str) -> str:
@@ -58,7 +58,7 @@ def run(*command: str | Path, cwd: Path = ROOT, **env: str) -> str:
 
 
 def epoch() -> int:
-    """Returns the timestamp for all files: SOURCE_DATE_EPOCH, or that of the last commit."""
+    """Returns the timestamp for all files: SOURCE_DATE_EPOCH, or the last commit's time."""
     given = os.environ.get("SOURCE_DATE_EPOCH")
     return int(given or run("git", "log", "-1", "--format=%ct"))
 

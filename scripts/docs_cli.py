@@ -76,7 +76,7 @@ def section(
 
 
 def main() -> int:
-    """Prints the page of commands or, given ``bench`` or ``bench-serving``, one of benchmarks."""
+    """Prints the page for commands or, given ``bench`` or ``bench-serving``, one for benchmarks."""
     os.environ["COLUMNS"] = WIDTH
     if sys.argv[1:] == ["bench"]:
         print("# Command line: benchmarks\n")

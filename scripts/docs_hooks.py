@@ -54,7 +54,7 @@ LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()([^)\s]+)(\))")
 FENCE = re.compile(r"^( *)(```+|~~~+)", re.M)
 INCLUDE = re.compile(r"^<!-- include (\S+) (\w+) -->$", re.M)
 TABLE = re.compile(r"<table>.*?</table>", re.S)
-LONG = 6  # tables with more rows can be folded on a long page
+LONG = 6  # on a long page, tables with more rows than this can be folded
 CELL = re.compile(r"<td([^>]*)>(.*?)</td>", re.S)
 CODE = re.compile(r"<code>[^<]*</code>")
 OPTION = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
@@ -66,7 +66,7 @@ DRAWING = re.compile(r"^!\[([^\]]*)\]\(([^)]+\.svg)\)$", re.M)
 
 
 def page_of(path: str) -> str | None:
-    """Returns the site's page for a file of the repository, or None if it has none."""
+    """Returns the site's page for a file in the repository, or None if it has none."""
     if path == "README.md":
         return "index.md"
     if path == "libvmem/man":
@@ -145,7 +145,7 @@ def command_line(*words: str) -> str:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Puts the man pages into the navigation."""
+    """Adds the man pages to the navigation."""
     pages = docs_man.names_of(MAN)
     order = sorted(pages, key=lambda name: (-int(name[-1]) if name[-1] in "17" else 0, name))
     entries: list[object] = ["reference/c/index.md"]

@@ -62,7 +62,7 @@ def built_versions() -> dict[str, str]:
 def series_folder(version: str) -> Path:
     """Returns the directory of the series for a version.
 
-    For an untested version this is the series of the newest older version, in the same branch if
+    For an untested version this is the series of the closest older version, from the same branch if
     possible. Applying it either succeeds or fails and names the hunks that do not fit.
     """
     check_version(version)
@@ -109,7 +109,7 @@ def changed_files(patch: Path) -> list[str]:
 
 
 def changed_lines(patch: Path) -> int:
-    """Returns the number of lines that a patch removes and adds."""
+    """Returns how many lines a patch removes and adds in total."""
     body = patch.read_text(encoding="utf-8").split("\ndiff --git ", 1)[1]
     return len(re.findall(r"^(?:\+(?!\+\+ b/)|-(?!-- a/)).*$", body, re.MULTILINE))
 
@@ -173,7 +173,7 @@ def apply_series(version: str, tree: Path) -> None:
 
 
 def kernel_files(mutant: str | None = None) -> dict[str, bytes]:
-    """Returns the files of kernel_module/ to copy to nvidia-uvm/; `mutant` names a bug to add."""
+    """Returns the files to copy from kernel_module/ to nvidia-uvm/; `mutant` names a bug to add."""
     names = [*KERNEL_MODULE.glob("uvm_vmem*.[ch]"), *KERNEL_MODULE.glob("uvm_vmem*.Kbuild")]
     if mutant is None:
         return {path.name: path.read_bytes() for path in sorted(names)}

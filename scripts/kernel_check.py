@@ -103,7 +103,7 @@ def long_lines(work: Path, source: Path) -> list[str]:
 
 
 def check_tree(tree: Tree) -> list[str]:
-    """Returns all findings in our files of a built tree."""
+    """Returns all findings in our files, for a built tree."""
     ours = [Path("nvidia-uvm") / name for name in kernel_files() if name.endswith((".c", ".h"))]
     # Both builds contain the same software GPU, so it is checked only once.
     if tree.type == "release":

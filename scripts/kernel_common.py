@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Common code of the scripts that build kernel modules: directories, locks, files, versions."""
+"""Common code for the scripts that build kernel modules: directories, locks, files, versions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ VERSION = re.compile(r"[0-9]{3}\.[0-9]{2,3}(\.[0-9]{2})?")
 
 
 class KernelBuildError(Exception):
-    """An error that is reported to the user as its message alone, without a traceback."""
+    """An error whose message is shown to the user without a traceback."""
 
 
 def say(text: str) -> None:
@@ -119,7 +119,7 @@ def tree_files(folder: Path, names: Sequence[str] = (".",)) -> list[Path]:
 
 
 def tree_digest(folder: Path, names: Sequence[str] = (".",)) -> str:
-    """Returns a SHA-256 over the names and contents of a directory's files, without their dates."""
+    """Returns a SHA-256 over the names and contents of a directory's files, without timestamps."""
     digest = hashlib.sha256()
     for path in tree_files(folder, names):
         content = hashlib.sha256((folder / path).read_bytes()).hexdigest()

@@ -24,7 +24,8 @@ __all__ = ["IMAGE", "kernel_image", "missing_packages"]
 
 IMAGE = KERNEL_BUILD / "image"
 
-# Maps a program to the package that contains it; if it exists, the package is installed.
+# Maps a program to the package that contains it. If the program exists, the package counts as
+# installed.
 PROGRAMS = {
     "dkms": "dkms",
     "gpg": "gnupg",
@@ -72,7 +73,7 @@ def missing_packages(*, long: bool = False) -> list[str]:
 
 
 def download(package: str, folder: Path) -> Path:
-    """Downloads a package from the system's archives, with private lists if the system's fail."""
+    """Downloads a package from the system's archives, with private lists if those of apt fail."""
     try:
         run("apt-get", "download", package, cwd=folder)
     except KernelBuildError:

@@ -43,7 +43,7 @@ __all__ = ["Tree", "build_tree", "headers_of"]
 MODULES = ("nvidia", "nvidia-uvm")
 LOCK_CLASSES = ROOT / "tests" / "kernel" / "guest" / "lockdep_classes.h"
 
-# Replaces nvidia/nvidia.Kbuild: the software GPU, with the driver's conftests.
+# Replaces nvidia/nvidia.Kbuild: builds the software GPU, and names the driver's conftests.
 SOFTGPU_KBUILD = """\
 obj-m += nvidia.o
 {objects}

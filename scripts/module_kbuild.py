@@ -45,7 +45,7 @@ NEEDS_OPEN = (
 
 
 class BuildError(Exception):
-    """Raised when the build failed; the message is for the user."""
+    """Raised when the build fails; the message is for the user."""
 
 
 def tree_version(tree: Path) -> str:
@@ -93,7 +93,7 @@ def find_nvidia(modules: Path, version: str, srcversion: str = "") -> KernelModu
 
 
 def flavour_refusal(nvidia: KernelModule | None) -> str:
-    """Returns why our module cannot be used with this nvidia.ko; "" if it is open or unknown."""
+    """Returns why our module cannot be used with this nvidia.ko, or "" if no reason is known."""
     if nvidia is None or nvidia.first("license") != PROPRIETARY:
         return ""
     return f"{nvidia.path} is {NEEDS_OPEN}"

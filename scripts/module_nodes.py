@@ -41,7 +41,7 @@ def remember_nodes(system: System) -> dict[str, Access]:
 
 
 def make_nodes(system: System, access: dict[str, Access]) -> list[Path]:
-    """Creates nodes that are missing or have another major number; returns them."""
+    """Creates the nodes that are missing or have the wrong number; returns those it created."""
     majors = {name: major for major, name in system.device_majors().items()}
     if "nvidia-uvm" not in majors:
         raise OSError("nvidia-uvm has no device number in /proc/devices")

@@ -229,7 +229,7 @@ def load_refusals(
     if not any(name.startswith(PREFIX) for name in module.parameters):
         return [f"{module.path} is not the patched module: it has no parameter {PREFIX}*"]
     reasons = not_allowed(system)
-    if reasons:  # then the users of the GPU cannot be determined either
+    if reasons:  # then this process cannot determine the users of the GPU either
         return reasons
     reasons += wrong_kernel(system, module)
     reasons += wrong_driver(system, module, nvidia)

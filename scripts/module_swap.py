@@ -217,7 +217,7 @@ class Swap:
             raise SwapError(str(error) or type(error).__name__) from error
 
     def undo(self, access: dict[str, Access]) -> None:
-        """Restores the state before load()."""
+        """Restores the state from before load()."""
         expected = self.stock_expected()
         if self.system.loaded(UVM):
             if not self.system.uvm_is_ours():

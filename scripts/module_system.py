@@ -30,7 +30,7 @@ DEVICES = ("nvidia", "nvidia-frontend", "nvidiactl", "nvidia-uvm")
 
 @dataclass(frozen=True)
 class DeviceUser:
-    """A process that has a device node of the driver open."""
+    """A process that has one of the driver's device nodes open."""
 
     pid: int
     command: str

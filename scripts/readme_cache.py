@@ -51,7 +51,7 @@ def page_words(run: Result) -> str:
 
 
 def over(row: Result | None, base: Result | None, field: str = "median") -> str:
-    """Returns a row's number divided by another's, or "" if a row is missing or both are one."""
+    """Returns a row's number divided by the base's, or "" if a row is missing or they are the same."""
     if row is None or base is None or row is base:
         return ""
     return f"{row[field] / base[field]:.3f}"
@@ -171,7 +171,7 @@ def footprint_times(run: Result, kind: str) -> dict[str, dict[str, float]]:
 
 
 def part_footprint(_: list[Result]) -> list[str]:
-    """Returns tables of attention times on each kind of memory relative to cudaMalloc memory."""
+    """Returns tables of attention times for each kind of memory, relative to cudaMalloc memory."""
     lines: list[str] = []
     for run in runs("kernels"):
         if "footprint" not in run["options"]:
@@ -241,7 +241,7 @@ def part_prefix_map(_: list[Result]) -> list[str]:
 
 
 def part_kernel_times(_: list[Result]) -> list[str]:
-    """Returns the table of kernel times by phase, head size and type, and of excess reads.
+    """Returns a table of kernel times by phase, head size and type, with excess reads.
 
     The table shows the committed run with the most kernels.
     """
@@ -282,7 +282,7 @@ WAYS = {
 
 
 def part_models(_: list[Result]) -> list[str]:
-    """Returns tables of the time and memory of several models with transformers' cache and ours."""
+    """Returns tables of time and memory for several models, with transformers' cache and ours."""
     lines: list[str] = []
     for run in runs("models"):
         body = []
@@ -341,7 +341,7 @@ def part_swap(_: list[Result]) -> list[str]:
 
 
 def part_devices(_: list[Result]) -> list[str]:
-    """Returns tables of mapping times by device count, of tiers, and of steps by rank count."""
+    """Returns tables of mapping times by device count, of tiers, and of `step` times by ranks."""
     lines: list[str] = []
     for run in runs("devices"):
         found = rows(run)

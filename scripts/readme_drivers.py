@@ -63,7 +63,7 @@ def series_of(record: Record) -> list[int]:
 
 
 def run_on(record: Record, build: str) -> str:
-    """Returns the architectures on which a build passed tests, each with the tests it lacks."""
+    """Returns the architectures on which a build passed tests, each with its missing tests."""
     words = []
     for architecture, name in ARCHITECTURES.items():
         tests = [
@@ -141,7 +141,7 @@ def part_kernels() -> list[str]:
 
 
 def done_in(runs: list[Record]) -> str:
-    """Returns the total work of some runs, in the first unit that they counted."""
+    """Returns the total work done in some runs, in the first unit that they counted."""
     for count, unit in UNITS.items():
         if total := sum(one["counts"].get(count, 0) for one in runs):
             return f"{total:,} {unit}"

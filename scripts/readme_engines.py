@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Generates tables of the serving loop's arms, and of elastic and stock vLLM and SGLang."""
+"""Generates tables for the serving loop's arms, and for elastic and stock vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def arrivals(options: Result) -> str:
 
 
 def on_ranks(options: Result) -> str:
-    """Describes a run's ranks and layers per tensor if not 1, and an unusual page size."""
+    """Describes a run's ranks and layers per tensor unless they are 1, and an unusual page size."""
     ranks, group = options.get("ranks", 1), options.get("group", 1)
     words = f" on each of {ranks} ranks" if ranks > 1 else ""
     words += f", {group} layers per tensor" if group > 1 else ""
@@ -184,7 +184,7 @@ def heading(run: Result) -> str:
 
 
 def idle_table(run: Result) -> Iterator[str]:
-    """Yields the table of an idle engine, and the memory that it withholds from other processes."""
+    """Yields the table for an idle engine, with the memory it withholds from other processes."""
     found = {name.partition("/")[2]: row for name, row in rows(run).items()}
 
     def times(row: str) -> list[str]:
@@ -225,7 +225,7 @@ def idle_table(run: Result) -> Iterator[str]:
 
 
 def share_table(run: Result) -> Iterator[str]:
-    """Yields the table of engines that share memory and have alternating bursts."""
+    """Yields the table for engines that share memory and have alternating bursts."""
     found, options = rows(run), run["options"]
     body = []
     for arm in ("shared", "static", "alone"):
@@ -263,7 +263,7 @@ def picture_of(run: Result) -> str:
 
 
 def pictures() -> dict[Path, Result]:
-    """Returns the paths of the pictures of memory over time, each with its run."""
+    """Returns the paths of the pictures that show memory over time, each with its run."""
     drawn = [run for run in runs("vllm") if not run["parts"].keys().isdisjoint(picture.PARTS)]
     return {ROOT / picture_of(run): run for run in drawn}
 
@@ -299,7 +299,7 @@ def blocks_table(run: Result) -> Iterator[str]:
 
 
 def rough_table(run: Result) -> Iterator[str]:
-    """Yields the table of requests that are aborted at random, with resets and trims."""
+    """Yields the table for requests that are aborted at random, with resets and trims."""
     found = rows(run)
     body = []
     for engine in ENGINES:
@@ -326,7 +326,7 @@ def rough_table(run: Result) -> Iterator[str]:
 
 
 def sleep_table(run: Result) -> Iterator[str]:
-    """Yields the table of the cost of sleeping and waking."""
+    """Yields the table that shows the cost of sleeping and waking."""
     found = rows(run)
     body = []
     for engine in ("elastic", "stock"):
@@ -352,7 +352,7 @@ def sleep_table(run: Result) -> Iterator[str]:
 
 
 def limit_table(run: Result) -> Iterator[str]:
-    """Yields the table of a limit that is lowered while requests run."""
+    """Yields the table for a limit that is lowered while requests run."""
     found = {name.partition("/")[2]: row["value"] for name, row in rows(run).items()}
     options = run["options"]
     yield (
@@ -383,7 +383,7 @@ def _over(row: Result | None) -> str:
 
 
 def full_table(run: Result) -> Iterator[str]:
-    """Yields the table of engines that run one at a time and fill the GPU."""
+    """Yields the table for engines that run one at a time and fill the GPU."""
     found = {name.partition("/")[2]: row for name, row in rows(run).items()}
     arms = [name.partition("/")[2] for name in found if name.startswith("rate/")]
     body = []
@@ -412,7 +412,7 @@ def full_table(run: Result) -> Iterator[str]:
 
 
 def first_table(run: Result) -> Iterator[str]:
-    """Yields the table of an idle engine's time to first token."""
+    """Yields the table of times to first token for an idle engine."""
     found = {name.partition("/")[2]: row for name, row in rows(run).items()}
     arms = list(dict.fromkeys(name.partition("/")[2] for name in found if name[0].isdigit()))
     sizes = list(dict.fromkeys(name.partition("/")[0] for name in found if name[0].isdigit()))
@@ -442,7 +442,7 @@ def cost_table(run: Result) -> Iterator[str]:
 
 
 def offload_table(run: Result) -> Iterator[str]:
-    """Yields the tables of prompts that are loaded from host memory."""
+    """Yields the tables for prompts that are loaded from host memory."""
     found = {name.partition("/")[2]: row for name, row in rows(run).items()}
     keys = [name.split("/") for name in found]
     sizes = list(dict.fromkeys(key[1] for key in keys if key[0] == "computed"))
@@ -481,7 +481,7 @@ def offload_table(run: Result) -> Iterator[str]:
 
 
 def prefixes_table(run: Result) -> Iterator[str]:
-    """Yields the table of two engines that take turns and whose prefixes do not fit in memory."""
+    """Yields the table for two engines that take turns and whose prefixes do not fit in memory."""
     found = {name.partition("/")[2]: row for name, row in rows(run).items()}
     arms = [name.partition("/")[2] for name in found if name.startswith("hits/")]
     body = []
@@ -508,7 +508,7 @@ def prefixes_table(run: Result) -> Iterator[str]:
 
 
 def part_vllm(_: list[Result]) -> list[str]:
-    """Returns the tables of the committed runs of vLLM."""
+    """Returns the tables for the committed vLLM runs."""
     shown = {
         "load": load_table,
         "idle": idle_table,
@@ -532,7 +532,7 @@ def part_vllm(_: list[Result]) -> list[str]:
 
 
 def part_sglang(_: list[Result]) -> list[str]:
-    """Returns the tables of the committed runs of SGLang."""
+    """Returns the tables for the committed SGLang runs."""
     lines: list[str] = []
     for run in runs("sglang"):
         found = {name.partition("/")[2]: row for name, row in rows(run).items()}
@@ -550,7 +550,7 @@ def part_sglang(_: list[Result]) -> list[str]:
 
 
 def turns_words(options: Result) -> str:
-    """Describes the setting of a comparison with stock SGLang."""
+    """Describes the setup of a comparison with stock SGLang."""
     tier = ", hierarchical cache" if options["engine"].get("enable_hierarchical_cache") else ""
     return (
         f"SGLang {options['sglang']}, shape {options['shape']}, prompts of "
@@ -560,7 +560,7 @@ def turns_words(options: Result) -> str:
 
 
 def shared_words(options: Result, found: Result) -> str:
-    """Describes the setting of a run of vLLM and SGLang on one GPU."""
+    """Describes the setup of a run with vLLM and SGLang on one GPU."""
     prefixes = "" if options["prefixes"] else ", without prefix caches"
     return (
         f"vLLM {options['vllm']} and SGLang {options['sglang']} on one GPU, shape "
@@ -571,7 +571,7 @@ def shared_words(options: Result, found: Result) -> str:
 
 
 def missing(run: Result) -> list[Result]:
-    """Returns a run's measurements that are missing, with the reasons."""
+    """Returns the measurements missing from a run, with the reasons."""
     return [one for part in run["parts"].values() for one in part["missing"]]
 
 

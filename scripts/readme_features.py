@@ -59,7 +59,7 @@ def code(text: str) -> str:
 
 
 def source(name: str, record: Record | None) -> str:
-    """Returns text that names the machine and the record of a column."""
+    """Returns text that names a column's machine and record."""
     if record is None:
         return f"`{name}`: not probed"
     driver = f", driver {record['driver']}" if record["driver"] else ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Common code of the scripts that generate tables."""
+"""Common code for the scripts that generate tables."""
 
 from __future__ import annotations
 

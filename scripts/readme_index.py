@@ -27,7 +27,7 @@ OUTCOME = re.compile(r"^.*\b\d+ (?:passed|failed)\b.*$", re.M)
 FAILED = re.compile(r"\b[1-9]\d* failed\b|^FAILED\b|^Traceback |^status [1-9]|^rc [1-9]", re.M)
 COMMIT = re.compile(r'^(?:# | *"|vmem .*, )?commit"?:?\s+"?([0-9a-f]{7})', re.M)
 DATE = re.compile(r'^(?:# )?\s*"?(?:date|started)"?:?\s+"?(\d{4}-\d\d-\d\d)', re.M)
-# Head of a log: a line "command   WORDS", or "# commit HASH, MACHINE; WORDS".
+# The first line of a log: "command   WORDS", or "# commit HASH, MACHINE; WORDS".
 COMMAND = re.compile(r"^(?:# )?command\s+(.+)$|^# commit [^;\n]*; (.+)$", re.M)
 PARTIAL = re.compile(r"^== (\w[\w-]*): .*\(partial", re.M)
 
@@ -106,7 +106,7 @@ def gaps(record: Record) -> str:
 
 
 def failures(runs: list[Record]) -> str:
-    """Returns the tests that failed in runs (oldest first), and whether they passed later."""
+    """Returns the failed tests among `runs` (oldest first), and whether they passed later."""
     words = []
     for number, one in enumerate(runs):
         if one["result"] == "FAIL":
@@ -123,7 +123,7 @@ def short(text: str, most: int = 90) -> str:
 
 
 def row(path: Path) -> str:
-    """Returns the row of a result file."""
+    """Returns the table row for a result file."""
     text = path.read_text(encoding="utf-8")
     said: Origin
     if path == RUNS:
@@ -149,7 +149,7 @@ def row(path: Path) -> str:
 
 
 def log_row(path: Path) -> str:
-    """Returns the row of a log: its machine, origin and last result.
+    """Returns the table row for a log: its machine, origin and last result.
 
     Raises:
         ValueError: the log records a failure. Run the command again, or delete the log.

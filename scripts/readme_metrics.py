@@ -51,7 +51,7 @@ def families() -> tuple[Family, ...]:
 
 
 def labels(family: Family) -> str:
-    """Returns the labels that are particular to a family, with their values if these are fixed."""
+    """Returns the labels that are specific to a family, with their values if these are fixed."""
     found: dict[str, dict[str, None]] = {}
     for sample in family.samples:
         for name, value in sample.labels.items():

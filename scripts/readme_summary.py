@@ -22,7 +22,7 @@ def spread(values: Sequence[float], form: str) -> str:
 
 
 def aims(results: list[Result], wanted: Callable[[str], bool]) -> list[float]:
-    """Returns the values of the aims whose ids are `wanted`, on all machines."""
+    """Returns the values, on all machines, of the aims whose id satisfies `wanted`."""
     return [
         aim["value"]
         for result in results
@@ -32,13 +32,13 @@ def aims(results: list[Result], wanted: Callable[[str], bool]) -> list[float]:
 
 
 def machines(results: list[Result]) -> str:
-    """Returns the names of the GPUs on which some results were measured."""
+    """Returns the names of the GPUs on which the given results were measured."""
     names = dict.fromkeys(result["machine"]["gpu"] for result in results)
     return ", ".join(name.removeprefix("NVIDIA ").partition(" ")[0] for name in names)
 
 
 def capacity() -> tuple[str, str]:
-    """Returns the gain in concurrent requests of 64 KB pages over 2 MB pages, and the source."""
+    """Returns how many times more requests fit with 64 KB pages than with 2 MB, and the source."""
     run: Result = json.loads((RESULTS / "capacity.json").read_text(encoding="utf-8"))
     found = [
         aim["value"]
@@ -49,9 +49,9 @@ def capacity() -> tuple[str, str]:
 
 
 def overlap() -> tuple[str, str]:
-    """Returns the p99 of decode iterations that map in the background, and the machines.
+    """Returns the p99 time of decode iterations that map in the background, and the machines.
 
-    It is relative to iterations whose memory was mapped beforehand.
+    The time is relative to iterations whose memory was mapped beforehand.
     """
     found = []
     where: list[Result] = []
@@ -69,7 +69,7 @@ def overlap() -> tuple[str, str]:
 def full_card(kind: str, form: str) -> tuple[str, str]:
     """Returns the decode time on a kind of memory, and the machines and cache sizes.
 
-    It is relative to cudaMalloc memory, at each run's largest footprint.
+    The time is relative to cudaMalloc memory, at each run's largest footprint.
     """
     found: list[float] = []
     where: list[Result] = []
@@ -110,7 +110,7 @@ def sharing() -> tuple[str, str]:
 def vllm() -> tuple[str, str]:
     """Returns the elastic engine's throughput, and the machines.
 
-    It is relative to the mean of the stock engines at each rate.
+    The throughput is relative to the mean of the stock engines at each rate.
     """
     found = []
     where: list[Result] = []
@@ -128,9 +128,9 @@ def vllm() -> tuple[str, str]:
 
 
 def at_rest() -> tuple[float, float, float, list[Result]]:
-    """Returns how much memory is mapped at the peak and when idle, and the seconds in between.
+    """Returns the memory mapped at the peak and when idle, the seconds in between, and the run.
 
-    The values, in bytes, are those of the run with the highest peak, which is the last item.
+    The sizes are in bytes. They come from the run with the highest peak.
     """
     most = 0.0, 0.0, 0.0
     where: list[Result] = []

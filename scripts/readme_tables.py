@@ -59,12 +59,12 @@ PAGES = {"64K": "64 KB", "128K": "128 KB", "256K": "256 KB", "2M": "2 MB"}
 
 
 def load() -> list[Result]:
-    """Returns the newest run of each GPU and driver that measured the calls, by GPU."""
+    """Returns, for each GPU and driver, the newest run that measured the calls."""
     return newest_with("calls")
 
 
 def newest_with(part: str) -> list[Result]:
-    """Returns the newest run of each GPU and driver that has a part, by GPU."""
+    """Returns, for each GPU and driver, the newest run that has a part; sorted by GPU."""
     newest: dict[tuple[str, str], Result] = {}
     for path in sorted(RESULTS.glob("*.json")):
         result = load_run(path)
@@ -319,7 +319,7 @@ def part_capacity(_: list[Result]) -> list[str]:
 
 
 def part_prefixes(_: list[Result]) -> list[str]:
-    """Returns the table of hit rates of the prefix tree and of hashed blocks, by budget."""
+    """Returns a table of hit rates for the prefix tree and for hashed blocks, by budget."""
     run = load_run(RESULTS / "prefixes.json")
     found = rows(run)
     hits = [row for row in run["parts"]["hits"]["rows"] if "budget_bytes" in row]
@@ -340,7 +340,7 @@ def part_prefixes(_: list[Result]) -> list[str]:
 
 
 def part_sharing(_: list[Result]) -> list[str]:
-    """Returns the table of the memory that forks save for samples and beams."""
+    """Returns a table that shows how much memory forks save for samples and beams."""
     run = load_run(RESULTS / "sharing.json")
     found = rows(run)
     systems = {"g1/64K": "64 KB", "g8/64K": "64 KB, groups of 8", "g1/2M": "2 MB"}
@@ -390,7 +390,7 @@ def part_turns(_: list[Result]) -> list[str]:
 
 
 def part_windows(_: list[Result]) -> list[str]:
-    """Returns the table of a sliding-window model's hit rates, with windows and with all rows."""
+    """Returns a table of a sliding-window model's hit rates, with windows and with all rows."""
     run = load_run(RESULTS / "prefix-windows.json")
     found = rows(run)
     budgets = list(dict.fromkeys(name.rpartition("/")[2] for name in found))
@@ -433,7 +433,7 @@ PARTS: dict[str, Callable[[list[Result]], list[str]]] = {
 
 
 OF_PACKAGE = {"features", "metrics"}  # parts generated from the package
-OF_GPU = {"calls", "aims", "verified"}  # parts generated from the runs of calls
+OF_GPU = {"calls", "aims", "verified"}  # parts generated from the runs that measured calls
 MARKER = re.compile(r"<!-- (measured [a-z-]+|features|metrics) -->.*?<!-- /\1 -->", re.S)
 
 
@@ -443,7 +443,7 @@ def files() -> list[Path]:
 
 
 def relative(line: str, path: Path) -> str:
-    """Returns a part's line with links that are relative to a file instead of the root."""
+    """Returns a part's line with its links made relative to a file instead of the root."""
     here = os.path.relpath(path.parent, ROOT)
 
     def link(match: re.Match[str]) -> str:

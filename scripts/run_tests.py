@@ -208,7 +208,7 @@ def lint(session: Session) -> None:
     scripts += sorted(ROOT.glob("packaging/debian/vmem-dkms.p*"))
     commands: list[list[str | Path]] = [
         [PYTHON, "-m", "mypy", *TYPED],  # the longest
-        # with its own cache, because both run at the same time
+        # a separate cache, because the two mypy commands run at the same time
         [
             PYTHON,
             "-m",

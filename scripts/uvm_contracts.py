@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Checks the UVM page-table functions that the kernel module relies on.
 
-The module does two things that uvm_mmu.h forbids its callers; kernel_module/README.md lists them
-and explains why they are harmless. Whether they are harmless depends on a few functions of
+The module does two things that uvm_mmu.h forbids its callers to do; kernel_module/README.md lists
+them and explains why they are harmless. Whether they are harmless depends on a few functions of
 uvm_mmu.c, each of which has few variants: patches/contracts.json contains a digest of each reviewed
 variant.
 """

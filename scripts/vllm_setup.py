@@ -3,8 +3,8 @@
 """Creates build/vllm: vLLM for the CPU, on top of build/venv.
 
 With a requirement from requirements/vllm-versions.txt as the argument, also creates
-build/vllm-VERSION with that version, on top of both; with `ray`, creates build/vllm-ray, which
-includes Ray. The environments are separate because vLLM pins versions; common packages (torch alone
+build/vllm-VERSION with that version, on top of build/vllm and build/venv; with `ray`, creates
+build/vllm-ray, which includes Ray. The environments are separate because vLLM pins versions; common packages (torch alone
 is almost 1 GB) are imported from build/venv. Missing system libraries that vLLM's extension is
 linked with are installed from Debian's packages.
 

@@ -22,7 +22,7 @@ def normal(declaration: str) -> str:
 def functions() -> dict[str, str]:
     """Returns the public declarations in the header's order, by function name.
 
-    They do not include VMEM_API and the semicolon.
+    They do not include VMEM_API or the semicolon.
     """
     text = re.sub(r"/\*.*?\*/", "", HEADER.read_text(encoding="utf-8"), flags=re.S)
     found = {}

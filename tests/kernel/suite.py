@@ -50,9 +50,9 @@ __all__ = ["main"]
 SKIPPED = 77
 # Seconds added to a test's time limit for the runner on a busy machine, and for a boot that hangs.
 MARGIN = 60.0 + UP_TIME
-# Multiplies the time limit of every test, for slower or busier machines.
+# Factor by which every test's time limit is multiplied, for slower or busier machines.
 PATIENCE = float(os.environ.get("VMEM_TEST_PATIENCE", "2"))
-# The number of lines of a failed test's output that are shown. Its log has all of them.
+# How many lines of a failed test's output are shown. The log has all of them.
 MOST_LINES = 300
 CHECKED_MEMORY = 4096
 
@@ -89,7 +89,7 @@ def guest_command(test: Test, builder: Builder) -> list[str]:
 
 @dataclass
 class Result:
-    """The result of a test: "ok", "FAIL" or "skip", with its duration and output."""
+    """A test's result: "ok", "FAIL" or "skip", with its duration and output."""
 
     test: Test
     word: str
@@ -101,7 +101,7 @@ class Result:
         """Returns the line to print."""
         reason = ""
         if self.word == "skip":
-            # The last line is the runner's own.
+            # The last line comes from the runner.
             said = self.output.strip().splitlines()
             reason = f" ({said[-2]})" if len(said) > 1 else ""
         busy = f", {self.processor_seconds:.0f} s of a processor" if self.processor_seconds else ""
@@ -181,7 +181,7 @@ def with_parameters(tests: list[Test], given: list[str]) -> list[Test]:
 def run_all(
     tests: list[Test], builder: Builder, jobs: int, show: bool, done: Callable[[Result], None]
 ) -> list[Result]:
-    """Runs tests in parallel, and prints the line of each when it ends.
+    """Runs tests in parallel, and prints each test's line when it ends.
 
     If the suite is terminated, running tests are killed and have no result.
     """

@@ -97,7 +97,7 @@ def test_the_library_knows_each_refusal_and_errno() -> None:
     source = (ROOT / "libvmem" / "src" / "backend" / "uvm" / "ioctl.c").read_text(encoding="utf-8")
     refusals = set(re.findall(r"\b(UVM_VMEM_GPU_\w+)\b", CODE)) - {"UVM_VMEM_GPU_OK"}
     assert refusals == set(re.findall(r"\[(UVM_VMEM_GPU_\w+)\] = ", source))
-    # These come from another module, from WAIT, which the library does not call, and from calls of
+    # These come from another module, from WAIT (which the library does not call), or from calls by
     # a killed process.
     unseen = {"ENOTTY", "ETIMEDOUT", "EINTR"}
     assert errnos() - unseen == set(re.findall(r"MEANING\((E\w+),", source))

@@ -26,7 +26,7 @@ def calls(folder: Path) -> dict[str, set[str]]:
 
 
 def circle(files: dict[str, set[str]]) -> set[str]:
-    """Returns the files that call each other in a cycle, and the files that call those."""
+    """Returns the files that are in a cycle of calls, and the files that call into a cycle."""
     left = dict(files)
     while done := [file for file, others in left.items() if not others & set(left)]:
         for file in done:

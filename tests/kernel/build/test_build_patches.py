@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tests which patch series serves which version, and that no patch is applied by guessing."""
+"""Tests which patch series is used for which version, and that no patch is applied by guessing."""
 
 from __future__ import annotations
 

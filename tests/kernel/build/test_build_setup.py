@@ -11,7 +11,7 @@ from kernel_common import KernelBuildError
 
 
 def fake_programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *absent: str) -> None:
-    """Pretends that all programs exist except `absent`, and that the guest's shell is static."""
+    """Makes all programs except `absent` seem to exist, and the guest's shell seem static."""
     busybox = tmp_path / "busybox"
     busybox.write_bytes(b"\x7fELF static")
 

@@ -64,7 +64,7 @@ class _Staging:
         self.size = self.count = 0
 
     def place(self, path: Path) -> Path:
-        """Maps a path of this machine into the directory; /lib is /usr/lib on merged systems."""
+        """Maps a path on this machine into the directory; /lib is /usr/lib on merged systems."""
         parts = path.parts[1:]
         if parts and parts[0] in MERGED and Path("/", parts[0]).is_symlink():
             parts = (*Path("/", parts[0]).resolve().parts[1:], *parts[1:])
@@ -88,7 +88,7 @@ class _Staging:
                 shutil.copy2(path, new)
 
     def tree(self, path: Path, left_out: Iterable[str]) -> None:
-        """Adds all files below a directory, except those in directories named in `left_out`."""
+        """Adds all files below a directory, except static libraries and folders in `left_out`."""
         for parent, folders, files in os.walk(path):
             folders[:] = [one for one in folders if one not in left_out]
             for one in files:

@@ -40,7 +40,7 @@ class Initramfs:
         self._put(name, (stat.S_IFREG | mode, source, 0))
 
     def tree(self, name: str, source: Path) -> None:
-        """Adds a copy of everything below a host directory; links stay links."""
+        """Adds a copy of everything below a host directory; links remain links."""
         self.folder(name)
         for parent, folders, files in os.walk(source):
             inside = PurePosixPath(name) / Path(parent).relative_to(source).as_posix()

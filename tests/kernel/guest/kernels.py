@@ -36,7 +36,7 @@ def kernel_for(tree: Path | None, build: Path) -> Path:
 
 
 def own_modules(kernel: Path, names: Iterable[str], cache: Path) -> list[Path]:
-    """Returns some of a kernel's modules and their dependencies, in an order to load them in.
+    """Returns some of a kernel's modules and their dependencies, in an order in which they load.
 
     Missing modules are skipped: they are built in, or the code that needs them will fail.
     """

@@ -32,10 +32,10 @@ COMMAND_LINE = (
     "console=ttyS0 quiet panic=-1 oops=panic printk.devkmsg=on no_timer_check watchdog_thresh=60"
     " rcupdate.rcu_cpu_stall_timeout=120"
 )
-# A kernel that has not started its first program after this many seconds hangs. On a busy host, it
-# usually takes 10 seconds.
+# A kernel that has not started its first program after this many seconds is considered hung. On a
+# busy host, it usually takes 10 seconds.
 UP_TIME = 90.0
-# A run that hangs shows where it does this many seconds before its time limit.
+# How many seconds before the time limit a hung run shows where it hangs.
 LAST_WORDS = 10.0
 
 
@@ -77,7 +77,7 @@ class Outcome:
     loaded: bool  # the guest reached the command
     late: bool
     seconds: float
-    processor_seconds: float  # CPU time on the host, without that of other programs
+    processor_seconds: float  # CPU time on the host, excluding other programs
     log: Path
 
     @property

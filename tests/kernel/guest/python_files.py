@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Prints the files of the Python environment that runs this script, as JSON.
 
-`executables` are the interpreter's path and the targets of its links, in this order, `library` is
-the standard library's directory, and `files` are the files of the requested distributions and their
+`executables` lists the interpreter's path and then the targets of its links, `library` is the
+standard library's directory, and `files` lists the files of the requested distributions and their
 dependencies.
 """
 
@@ -34,7 +34,7 @@ VENDOR = ("nvidia-", "triton", "cuda-")
 
 
 def distributions(names: list[str]) -> list[importlib.metadata.Distribution]:
-    """Returns those of the named distributions and their dependencies that are installed."""
+    """Returns the installed distributions among those named and their dependencies."""
     found: dict[str, importlib.metadata.Distribution] = {}
     todo, seen = list(names), set()
     while todo:
@@ -62,7 +62,7 @@ def wanted(name: str) -> bool:
 
 
 def links(path: Path) -> list[str]:
-    """Returns a path and, if it is a link, the targets along the chain of links."""
+    """Returns a path and, if it is a link, the targets in its chain of links."""
     found = [str(path)]
     while path.is_symlink():
         path = path.parent / os.readlink(path)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 __all__ = ["LogScan"]
 
-# One alternative per line, with its source as a comment.
+# One alternative per line; the comment names what prints such lines.
 SUSPECT = re.compile(
     "|".join(
         (

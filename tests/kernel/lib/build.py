@@ -26,7 +26,7 @@ SOFTGPU = ROOT / "tests" / "kernel" / "softgpu"
 FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O2", "-g", "-fPIC", "-fvisibility=hidden", "-pthread"]
 INCLUDES = ["libvmem/include", "libvmem/src", "kernel_module", "tests/kernel/softgpu"]
 ACCESSOR = [Path(__file__).resolve().parent / "contents_softgpu.c", SOFTGPU / "softgpu_user.c"]
-# Tests that need nothing special of the back end `host`, so that they run on any other.
+# Tests that need nothing specific to the back end `host`, so that they run on any back end.
 TESTS = (
     "accounting",
     "async",
@@ -46,7 +46,7 @@ OWN_TESTS = ("uvm",)
 
 
 def run(*words: str | Path) -> None:
-    """Runs a command in the repository; shows its output if it fails."""
+    """Runs a command in the repository; shows its output if the command fails."""
     done = subprocess.run(
         [str(word) for word in words],
         cwd=ROOT,

@@ -95,7 +95,7 @@ def other_symbol_versions(machine: Machine) -> None:
 
 
 def kernel_refuses_other_symbol_versions(machine: Machine) -> None:
-    """Shows why the refusal above exists: the kernel refuses only after UVM is unloaded."""
+    """Shows why the refusal above exists: the kernel would refuse only after UVM is unloaded."""
     other_crc(machine.ours, EDITED, SYMBOL)
     machine.run("rmmod", "nvidia_uvm").expect(0)
     machine.run("insmod", str(EDITED)).expect(1, "could not insert module")
@@ -109,7 +109,7 @@ def no_symbol_versions(machine: Machine) -> None:
 
 
 def never_tried(machine: Machine) -> None:
-    """A kernel or a branch that is not in the table is refused, unless ALLOW overrides this."""
+    """A kernel or branch that is not in the table is refused unless ALLOW overrides this."""
     command = ("load", "--module", str(machine.ours), "--selftest", "true")
     for table, word, reason in (
         ({"5.4": {"535.261.03": ""}}, "kernel", f"never run on a kernel like {machine.release}"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Import paths for the programs under test, and fixtures that describe machines by plain files."""
+"""Sets import paths for the programs under test; its fixtures describe machines as plain files."""
 
 from __future__ import annotations
 

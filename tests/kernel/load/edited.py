@@ -39,7 +39,7 @@ def other_crc(module: Path, new: Path, symbol: str) -> Path:
 
 
 def without_crc(module: Path, new: Path, symbol: str) -> Path:
-    """Creates a module that requires no version of one symbol, as if built without nvidia.ko."""
+    """Creates a module that lacks the version of one symbol, as if built without nvidia.ko."""
     image = bytearray(module.read_bytes())
     at = entry_of(bytes(image), symbol)
     image[at + 8 : at + 9] = b"-"  # a name that is never looked up
@@ -48,7 +48,7 @@ def without_crc(module: Path, new: Path, symbol: str) -> Path:
 
 
 def other_text(module: Path, new: Path, old: str, text: str) -> Path:
-    """Creates a module with one modinfo field replaced; both are `key=value`, equally long."""
+    """Creates a module with one modinfo field (`key=value`) replaced by one of the same length."""
     image = module.read_bytes()
     before, after = old.encode(), text.encode()
     assert len(before) == len(after), (old, text)

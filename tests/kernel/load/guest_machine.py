@@ -26,7 +26,7 @@ __all__ = ["DEBIAN_RULES", "GIVEN", "Machine", "Outcome", "Running", "process"]
 GIVEN = Path("/load")
 SWITCHED = ("nvidia-uvm", "nvidia-uvm-tools")
 
-# Debian's rules, shortened, and module options that our module must get too.
+# Debian's rules, shortened, and options that must also be applied to our module.
 DEBIAN_RULES = """\
 install nvidia modprobe -i nvidia-current-open $CMDLINE_OPTS
 install nvidia-uvm modprobe nvidia ; modprobe -i nvidia-current-open-uvm $CMDLINE_OPTS

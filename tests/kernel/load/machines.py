@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Describes machines for the tests by plain files."""
+"""Describes machines for the tests, using plain files."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ SYMBOL = "nvUvmInterfaceMini"
 
 @pytest.fixture(scope="session")
 def another(tmp_path_factory: pytest.TempPathFactory, headers: KernelHeaders) -> KernelModule:
-    """An nvidia.ko of the same version whose function has another struct as its argument."""
+    """An nvidia.ko of the same version whose function takes a different struct as its argument."""
     fields = "int value; long more;"
     tree = write_driver(tmp_path_factory.mktemp("another"), fields=fields, patched=False)
     make_driver(tree, headers.source, headers.build)

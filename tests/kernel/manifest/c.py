@@ -28,15 +28,15 @@ BUILTIN_NOISE = (
     # The debug build's line for the same event.
     r"uvm_channel_check_errors.* likely caused by push 'Fatal push 0xBAD' started at uvm_channel_",
     r"uvm_global_set_fatal_error.* Encountered a global fatal error: Generic RC error",
-    # Driver 595 waits for the old channels there, and takes fault handling locks while it holds the
-    # address space's lock.
+    # At this point, driver 595 waits for the old channels, and takes fault handling locks while it
+    # holds the address space's lock.
     r"uvm_gpu_isr\.c:\d+ uvm_parent_gpu_(non_)?replayable_faults_isr_(un)?lock.* Assert failed",
     # The fake GPUs of UVM's page tree test have no memory, but late versions of 550 assert that
     # their memory has a largest page size. Registered GPUs pass the assert in every other test.
     r"uvm_page_tree_init.* Assert failed, condition gpu->mem_info\.max_vidmem_page_size & tree",
 )
 
-# For PCIe peers, driver 550.163.01 asserts a reference count there before it increments it.
+# For PCIe peers, driver 550.163.01 asserts a reference count before it increments it.
 PEERS_NOISE = (r"set_optimal_p2p_write_ces.* Assert failed, condition peer_caps->ref_count",)
 
 # A process is killed while UVM adds a GPU: alloc_parent_gpu cannot start a kernel thread, and

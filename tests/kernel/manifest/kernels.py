@@ -14,7 +14,7 @@ from manifest.entry import Test
 
 __all__ = ["TESTS", "kernel_tests"]
 
-# A Debian suite, whose kernel is used, and that suite's driver version.
+# A Debian suite whose kernel is used, and that suite's driver version.
 DEBIAN = (("trixie", "550.163.01"),)
 # Suites whose kernel has DEVICE_PRIVATE, and so HMM.
 WITH_HMM = ("trixie-backports",)

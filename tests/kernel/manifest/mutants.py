@@ -24,7 +24,7 @@ def mutant(
     kind: str = "release",
     **options: Any,
 ) -> Test:
-    """Returns a boot with the bug `name`, in which `program` runs `tests` and must fail."""
+    """Returns a test that boots with the bug `name`; `program` runs `tests` and must fail."""
     return replace(
         Test(
             name=f"mutant-{name}",

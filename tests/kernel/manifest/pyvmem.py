@@ -27,8 +27,8 @@ C_TESTS = (
     "threads",
     "zeroing",
 )
-# Tests of the library's requests to the back end. The others test the library above it,
-# which their runs on `host` cover.
+# Tests of the library's requests to the back end. The other tests exercise the library above the
+# back end, and their runs on `host` cover that.
 CHANGES = ("batch", "entries", "large", "move", "threads")
 # Fewer steps and rounds for the random tests; the long run does all of them.
 FEWER = ("ENTRIES_STEPS=100", "THREADS_ROUNDS=30")
