@@ -4,9 +4,9 @@
 
 With a requirement from requirements/vllm-versions.txt as the argument, also creates
 build/vllm-VERSION with that version, on top of build/vllm and build/venv; with `ray`, creates
-build/vllm-ray, which includes Ray. The environments are separate because vLLM pins versions; common packages (torch alone
-is almost 1 GB) are imported from build/venv. Missing system libraries that vLLM's extension is
-linked with are installed from Debian's packages.
+build/vllm-ray, which includes Ray. The environments are separate because vLLM pins versions; common
+packages (torch alone is almost 1 GB) are imported from build/venv. Missing system libraries that
+vLLM's extension is linked with are installed from Debian's packages.
 
 A version without a CPU build is tested with its Python code and the kernels in build/vllm, so that
 a release can be tested on its first day. The exit status is 77 if the packages are unavailable.

@@ -110,7 +110,7 @@ def context(backend: str) -> Iterator[pyvmem.Context]:
 
 @pytest.fixture
 def host() -> Iterator[pyvmem.Context]:
-    """Opens a context on ``host``, for tests of what works only there: CPU access, fork and exact
+    """Opens a context on ``host``, for tests of what only it supports: CPU access, fork and exact
     counts.
     """
     ctx = open_context("host")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The version of transformers that is installed, and how to configure its continuous batching."""
+"""Tells which version of transformers is installed, and how to configure its continuous batching."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Gpu:
     def __init__(self) -> None:
         self.log: list[tuple[Any, str, int]] = []
         self.captured: set[int] = set()
-        self.mode = 0  # capture mode; CUDA starts in global mode
+        self.mode = 0  # the capture mode; CUDA starts in global mode
         self.modes: list[int] = []
         self.over = False
 

@@ -174,7 +174,7 @@ def wrap_methods(monkeypatch: pytest.MonkeyPatch, *owners: type) -> None:
 
 
 def at_the_gate(turns: Any) -> bool:
-    """Returns true if another thread waits for a budget's lock."""
+    """Returns true if another thread is waiting for a budget's lock."""
     if turns._gate.acquire(blocking=False):
         turns._gate.release()
         return False
@@ -414,7 +414,7 @@ def started(cache: KVCache, rows: int, tag: float = 1.0) -> int:
 
 
 def grown(cache: KVCache, reqid: int, low: int, rows: int, tag: float) -> None:
-    """Grows a request to `rows` rows and writes those from `low` on with another tag."""
+    """Grows a request to `rows` rows, and writes the rows from `low` on with another tag."""
     want = [slot.seq_len for slot in cache.snapshot()]
     want[reqid] = rows
     assert cache.step(want) == 0

@@ -101,7 +101,7 @@ class Model:
         return [handle for handle in self.handles if handle.live]
 
     def mappings(self, handle: Handle) -> list[tuple[int, int, int]]:
-        """Returns (space, first, last + 1) of each live mapping made with a handle."""
+        """Returns (space, first, last + 1) for each live mapping made with a handle."""
         found: list[tuple[int, int, int]] = []
         for number, space in enumerate(self.spaces):
             for at in sorted(space):

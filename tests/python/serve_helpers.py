@@ -60,7 +60,7 @@ def make_requests(
     longest: int = 70,
     new_tokens: tuple[int, int] = (1, 40),
 ) -> list[Job]:
-    """Returns requests of different lengths; the same for the same arguments."""
+    """Returns requests of different lengths; the same arguments give the same requests."""
     dice = random.Random(seed)
     return [
         Job(

@@ -68,7 +68,7 @@ def start(cache: KVCache, rows: int, first: int = 1, by: int = 0) -> int:
 
 
 def grow(cache: KVCache, reqid: int, low: int, rows: int, first: int = 1, by: int = 0) -> None:
-    """Grows a request to `rows` rows; those from `low` on get the tags ``first + row``."""
+    """Grows a request to `rows` rows; the rows from `low` on get the tags ``first + row``."""
     for end in [*range(low + by, rows, by), rows] if by else [rows]:
         want = [slot.seq_len for slot in cache.snapshot()]
         want[reqid] = end
@@ -77,7 +77,7 @@ def grow(cache: KVCache, reqid: int, low: int, rows: int, first: int = 1, by: in
 
 
 def whole(cache: KVCache, reqid: int, rows: int, first: int = 1) -> bool:
-    """Returns true if the rows are those of `start`."""
+    """Returns true if the rows are those that `start` wrote."""
     return read_rows(cache, reqid, 0, list(range(first, first + rows)))
 
 

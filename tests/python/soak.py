@@ -357,15 +357,15 @@ class Endless:
 
 
 class SoakModel(Endless, MixedModel):
-    """A soak of a single cache."""
+    """The model for a run with a single cache."""
 
 
 class SoakLayers(Endless, LayeredModel):
-    """A soak of several classes of layers."""
+    """The model for a run with several classes of layers."""
 
 
 class SoakWindows(Endless, WindowModel):
-    """A soak of sliding and full layers; prompts often continue a finished request."""
+    """The model for a run with sliding and full layers; prompts often continue finished requests."""
 
     def free(self, reqid: int, record: bool) -> None:
         if record:
@@ -381,7 +381,7 @@ class SoakWindows(Endless, WindowModel):
 
 
 class SoakEngine(EngineModel):
-    """A soak of `RequestCache`, with calls in the background."""
+    """The model for a run of `RequestCache`, with calls in the background."""
 
     def begin(self, late: LateEvents, seed: int) -> None:
         dice = random.Random(seed)

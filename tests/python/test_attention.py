@@ -290,7 +290,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_block_table_of_a_contiguous_slot(host: pyvmem.Context, shape: Any) -> None:
-    """Checks every row's address, as computed from its block number and its offset in the block."""
+    """Checks every row's address, computed from its block number and its offset in the block."""
     with filled(host, MIXED, **shape) as cache:
         attend = Attention(cache)
         batch = attend.batch(MIXED.reqids, MIXED.q_lens, MIXED.kv_lens)

@@ -118,7 +118,7 @@ def run(
 
 
 def answers(found: dict[tuple[int, int], Any], requests: Sequence[Request]) -> set[Any]:
-    """Returns which results come after a whole prompt.
+    """Returns the results that come after a whole prompt.
 
     The others depend on where a prompt was split, and so on when it got memory.
     """

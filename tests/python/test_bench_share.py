@@ -17,7 +17,7 @@ from vmem_bench.vllm.loads import Heard, tiny
 
 
 def test_bursts_alternate() -> None:
-    """A burst has the requested length, and only one engine has a burst at a time."""
+    """A burst has the requested length, and no two engines have a burst at the same time."""
     loads = bursts(tiny(20), 700, 3, 8.0)
     assert sorted(loads) == sorted(ENGINES)
     for place, engine in enumerate(ENGINES):

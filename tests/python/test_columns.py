@@ -270,7 +270,7 @@ def test_a_successful_call_applies_its_edits() -> None:
         context.batch(ops, (), outcome)
         assert outcome.happened
         assert (one.held, two.held, list(items), table) == (6, 7, [1, 8], {5: 1, 6: 9})
-        # The edits keep the old values alive until they are dropped themselves.
+        # The edits keep the old values alive until the edits themselves are dropped.
         assert [edits[0][2], *edits[1][2], edits[2][2], edits[3][2]] == [first, 5, ..., 2, ...]
         object.__setattr__(one, "held", 1)
         ops.clear()

@@ -130,7 +130,7 @@ HERE = "/v1/engines/org/model"
         ("PATCH", HERE, {"floor": -1}, 400, {"field": "floor", "value": -1}),
         ("PATCH", HERE, {"floor": 1 << 62}, 400, {"field": "floor", "value": 1 << 62}),
         ("PATCH", HERE, {"asleep": 1}, 400, {"field": "asleep", "value": 1}),
-        # well-formed values that the device or the engine cannot satisfy
+        # well-formed values that exceed what the device or the engine can provide
         ("PATCH", HERE, {"limit": "1K"}, 400, {"field": "limit", "value": 1024, "limit": MIB}),
         (
             *("PATCH", HERE, {"limit": "1K", "floor": 0}, 400),

@@ -302,7 +302,7 @@ def test_admission_without_its_pages_leaves_them_to_extend(host: Context) -> Non
         assert cache.extend({one: ROWS, two: ROWS}) is None
         assert kv(cache).stats().active_pages == 2 * TENSORS
         # A request that would not fit beside the two chunks is refused, and so are further chunks
-        # for which memory is short.
+        # when memory is short.
         short = cache.admit(PROMPT[: 3 * ROWS], room=0, reserve=False)
         assert isinstance(short, Shortage)
         assert cache.extend({one: 3 * ROWS, two: 2 * ROWS}) is not None

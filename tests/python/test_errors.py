@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Checks that each errno of vmem.h has its exception class."""
+"""Checks that each errno in vmem.h has its exception class."""
 
 from __future__ import annotations
 

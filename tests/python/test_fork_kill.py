@@ -122,5 +122,5 @@ def test_killed_process_leaves_no_memory(backend: str, delay: float | None) -> N
         eventually(lambda: device_memory() - start > 100 << 20)
         time.sleep(rest)
         full = device_memory()
-    # The child's CUDA context must be freed, too.
+    # The child's CUDA context must also be freed.
     eventually(lambda: full - device_memory() >= (full - start) * 9 // 10)

@@ -258,7 +258,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_layers_that_transformers_scheduler_cannot_cache_are_rejected(kind: str) -> None:
-    """transformers' own continuous batching rejects states and layers without storage, too."""
+    """transformers' own continuous batching also rejects states and layers without storage."""
     model = model_of(kind)
     with (
         pytest.raises(NotSupported, match=f"over virtual memory: {REFUSED[kind]}"),

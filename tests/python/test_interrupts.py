@@ -593,7 +593,7 @@ def trim_to_host(engine: Engine) -> Steps:
 
 
 def step_evicts_to_host(engine: Engine) -> Steps:
-    """The least recently used prefix is evicted, and host memory is short, too."""
+    """The least recently used prefix is evicted, and host memory is also short."""
     cache, tokens, tags = _to_host(engine, pages=4, host_prefixes=2 * TENSORS * engine.page)
     yield from _growing(engine, cache, {0: 3 * ROWS})
     engine.free(cache, 0)
