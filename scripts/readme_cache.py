@@ -51,7 +51,7 @@ def page_words(run: Result) -> str:
 
 
 def over(row: Result | None, base: Result | None, field: str = "median") -> str:
-    """Returns a row's number divided by the base's, or "" if one is missing or is the other."""
+    """Returns a row's number divided by the base's, or "" for the base and for missing rows."""
     if row is None or base is None or row is base:
         return ""
     return f"{row[field] / base[field]:.3f}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tells which version of transformers is installed, and how to configure its continuous batching."""
+"""The installed version of transformers, and how to configure its continuous batching."""
 
 from __future__ import annotations
 

@@ -257,7 +257,7 @@ def ranks_differ(rank: Rank) -> Any:
 
 
 def ranks_ask_for_other_things(rank: Rank) -> Any:
-    """Makes each call with different arguments on each rank; all ranks must get the same results."""
+    """Makes each call with different arguments on each rank; all ranks must get equal results."""
     other = int(rank.index == 1)
     prompt = list(range(40))
     calls: dict[str, Callable[[ParallelKVCache], Any]] = {

@@ -365,7 +365,7 @@ class SoakLayers(Endless, LayeredModel):
 
 
 class SoakWindows(Endless, WindowModel):
-    """The model for a run with sliding and full layers; prompts often continue finished requests."""
+    """The model of a run with sliding and full layers. Prompts often continue finished requests."""
 
     def free(self, reqid: int, record: bool) -> None:
         if record:
