@@ -351,7 +351,7 @@ class Telemetry:
     # ---- Prometheus ------------------------------------------------------------------------------
 
     def text(self) -> str:
-        """Returns all numbers in Prometheus's text format."""
+        """Returns all metrics in the Prometheus text format."""
         return prometheus_text(self.families())
 
     def collect(self) -> Iterator[Any]:

@@ -55,7 +55,7 @@ NV_OBJECTS_DEPEND_ON_CONFTEST += $(SOFTGPU_OBJECTS)
 """
 
 # Features of a version's UVM interface: SG_HAS_NAME is 1 if the version's headers contain the text
-# given here. Version numbers do not determine the features, since versions of one branch differ.
+# given here. Version numbers do not determine the features: versions within a branch can differ.
 INTERFACE = ("nv_uvm_interface.h", "nv_uvm_types.h")
 FEATURES = {
     "ACCESS_BITS": "nvUvmInterfaceAccessBitsBufAlloc(",

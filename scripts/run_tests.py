@@ -219,7 +219,7 @@ def lint(session: Session) -> None:
         [PYTHON, "-m", "ruff", "check", *LINTED],
         [PYTHON, "-m", "ruff", "format", "--check", *LINTED],
         [VENV / "shellcheck", *scripts],
-        # Ignored: unpinned versions of Debian's packages and of the wheel's requirements.
+        # Ignored: unpinned Debian packages and wheel requirements.
         [VENV / "hadolint", "--ignore=DL3008", "--ignore=DL3013", DOCKERFILE],
         [VENV / "clang-format", "--dry-run", "-Werror", *c_sources()],
         [PYTHON, ROOT / "scripts" / "readme_tables.py", "--check"],

@@ -267,7 +267,7 @@ def why_not_fa2(form: Form, device: torch.device) -> str:
 def fa2(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float, window: int = 0
 ) -> torch.Tensor:
-    """Calls the kernel once; it reads no row past a length (``seqused_k``).
+    """Calls the kernel once; it never reads past a request's length (``seqused_k``).
 
     The op has no slot index, so it gets all slots as one long sequence: request i starts at
     ``cum_seq_k[i]``.

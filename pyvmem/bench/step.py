@@ -28,7 +28,7 @@ _ROW = _HEADS * _HEAD_DIM * _ITEM
 
 
 def run(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """Measures steps with zeroing (the default) and without, and mapping pages one by one."""
+    """Measures steps with zeroing (the default), without it, and mapping pages one at a time."""
     for zero_fill in (True, False):
         left = Deadline(deadline.left / (2 if zero_fill else 1))
         with setting.open(pool_high=_KEEP_ALL) as context:

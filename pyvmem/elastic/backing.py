@@ -290,7 +290,7 @@ class Backing:
         self.mapped_bytes += growth.nbytes
 
     def finish(self, growth: Growth) -> list[int]:
-        """Records the result of a growth; returns its blocks, or an empty list if it failed."""
+        """Records how a growth ended; returns its blocks, or an empty list if it failed."""
         if growth.nbytes:
             self.quota.end_pending(growth.nbytes)
         if growth.failure is None:

@@ -210,7 +210,7 @@ class NamedRequests:
         return self.kvcache.memory.for_request(reqid, tokens) // self._page
 
     def granted(self, name: str) -> int:
-        """Returns how many pages a request has per tensor of the first group; 0 without a slot."""
+        """Returns how many pages a request has per tensor of the first group, or 0."""
         if name not in self:
             return 0
         return self.parts[0].snapshot()[self._requests[name].request.slot].granted_pages

@@ -112,7 +112,7 @@ class ElasticEngine:
             )
         self.least = least
         self.quota = self._join(config, min(limit, virtual), virtual)
-        self._limit = self.quota.limit  # the limit at the keeper's last round
+        self._limit = self.quota.limit  # the limit as of the keeper's last round
         self.backing = Backing(geometry, self.quota)
         self.waits = self.hits = self.queries = 0
         reserve = self.settings.reserve if self.settings.reserve is not None else _RESERVE

@@ -61,7 +61,7 @@ def test_all_methods_on_three_kinds(tmp_path: Path, backend: str) -> None:
 def test_a_failed_method_is_reported_and_its_memory_is_freed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error's traceback holds tensors of the cache; the memory must be freed all the same."""
+    """The error's traceback holds cache tensors; the memory must still be freed."""
     caches: list[KVCache] = []
     begin = models._Attend.open
 

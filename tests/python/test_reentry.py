@@ -537,7 +537,7 @@ def test_a_buffer_collected_before_its_stream() -> None:
     from pyvmem.memory_resource import VMemResource
 
     class Resource(VMemResource):
-        is_device_accessible = True  # makes the resource look at streams
+        is_device_accessible = True  # makes the resource take streams into account
 
         def _buffer(self, addr: int, size: int, stream: Any) -> Any:
             return addr, size

@@ -162,7 +162,7 @@ class Kernel(Protocol):
         """
 
     def slots(self, case: Case) -> Call:
-        """Returns the call that `pyvmem.attention` makes for a cache's slots; see `of_slots`."""
+        """Returns the call that `pyvmem.attention` builds for a cache's slots; see `of_slots`."""
 
 
 def of_slots(prefill: str, decode: str, case: Case, device: torch.device) -> Call:

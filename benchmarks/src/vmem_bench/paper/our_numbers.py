@@ -152,7 +152,7 @@ def reading(results: Results, case: str, form: str) -> float:
 
 
 def roofline(results: Results) -> str:
-    """The memory bandwidth that decoding reaches with contiguous pages and with blocks of 16."""
+    """Memory bandwidth achieved while decoding, with contiguous pages and with 16-token blocks."""
     parts = []
     for case, one in DECODING.items():
         mine, paged = (reading(results, case, form) / 1e3 for form in ("contiguous", "paged16"))

@@ -374,7 +374,7 @@ def _answer(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Executes orders until standard input closes."""
+    """Executes orders until standard input is closed."""
     with open_orders() as (options, say, orders):
         import vllm
 

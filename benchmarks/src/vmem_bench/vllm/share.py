@@ -60,7 +60,7 @@ def measure(command: Command, part: Part) -> None:
 
         def turn(arm: str, which: list[int], round_: int) -> None:
             kind = "static" if arm == "static" else "elastic"
-            # An engine that runs alone gets its first request at once.
+            # An engine that runs alone gets its first request immediately.
             early = bursts[which[0]][0].at if arm == "alone" else 0.0
             loads = {
                 f"{kind} {k}": Load.of(later(bursts[k], -early), fleet.vocabulary, 100 * round_ + k)
