@@ -96,12 +96,12 @@ class _Transfers:
         self._loads: set[int] = set()
 
     def install(self) -> None:
-        """Hooks the transfers of vLLM's `OffloadingConnector`; does nothing without it."""
+        """Hooks the transfers of vLLM's KV connector; does nothing if there is no connector."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-        connector: Any = get_kv_transfer_group() if has_kv_transfer_group() else None
-        if type(connector).__name__ != "OffloadingConnector":
+        if not has_kv_transfer_group():
             return
+        connector: Any = get_kv_transfer_group()
         worker = connector.connector_worker.worker
         load, finished = worker.submit_load, worker.get_finished
 
