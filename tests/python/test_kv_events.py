@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: KV events report which prefixes are recorded and evicted; a router that applies
-them knows what is cached.
-"""
+"""Checks that a router that applies the KV events knows which prefixes are cached."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: KVCache as an engine uses it: slots, steps, contents, limits, reports, closing."""
+"""Tests KVCache as an engine uses it: slots, steps, contents, limits, reports and closing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: caches of different shapes share a budget: floors, ceilings, reclaiming."""
+"""Tests caches of different shapes that share a budget: floors, ceilings and reclaiming."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: freed memory returns to the device, even if it lies between live pages."""
+"""Checks that freed memory returns to the device, even if it lies between live pages."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: KVCacheConfig and the layout arithmetic: limits and errors, without allocating
-memory.
-"""
+"""Tests KVCacheConfig and the layout: defaults, limits and errors, mostly without a cache."""
 
 from __future__ import annotations
 

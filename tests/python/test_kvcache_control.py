@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: functions for plug-ins: claiming a slot, changing the limit, reclaiming idle
-pages.
-"""
+"""Tests the plug-ins' functions: claim a slot, change the limit, reclaim idle pages."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a cache's 64 KB pages under 2 MiB entries, from prefill to the end of a request."""
+"""Tests 2 MiB entries over a cache's 64 KB pages, from prefill to the end of a request."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a KVCache stays consistent whichever driver call fails."""
+"""Checks that a KVCache stays consistent, whichever driver call fails."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: groups of unequal layers grow in one batch, and slide their windows in one batch."""
+"""Checks that groups of unequal layers grow, and slide their windows, in one batch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: evicted prefixes in host memory, and requests that start from them."""
+"""Tests evicted prefixes in host memory, and requests that start from them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: layers of unequal shapes, such as MLA's single tensor, which one step grows
-together."""
+"""Tests layers of unequal shapes, such as MLA's single tensor, that grow in the same step."""
 
 from __future__ import annotations
 
@@ -469,7 +468,7 @@ def test_a_move_is_for_all_layers_or_none(backend: str, wait: bool) -> None:
 
 @pytest.mark.parametrize("wait", [False, True])
 def test_a_move_that_finds_no_memory_for_some_layers(backend: str, wait: bool) -> None:
-    """Memory suffices only for new pages of the narrow layers."""
+    """There is only enough memory for the narrow layers' new pages."""
     with with_tiers(backend) as probe:
         slab = 4 * probe.info.granule
     with open_context(backend, slab_size=slab, mem_limit=5 * slab) as context:
@@ -566,7 +565,7 @@ def test_a_request_continues_after_one_group_lost_its_rows(context: Context) -> 
 
 
 def test_a_slot_retired_in_one_group_is_used_in_none(context: Context) -> None:
-    """Covers groups that have each retired the same number of slots."""
+    """Each group has retired one slot, but not the same slot; neither slot is used."""
     with narrow_and_wide(context) as cache:
         with cache._lock, cache._journal:
             for index, group in enumerate(cache._groups):

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: budgets as engines in a ledger: an engine short of memory gets the idle memory of
-others.
-"""
+"""Tests budgets in a ledger: an engine short of memory gets other engines' idle memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: random engines over moving pages and 2 MiB entries, compared with a plain model."""
+"""Compares random engines over moving pages and 2 MiB entries with a plain model."""
 
 from __future__ import annotations
 

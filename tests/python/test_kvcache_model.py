@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: random engines over a KVCache, compared row by row with a plain Python model."""
+"""Compares random engines over a KVCache with a plain Python model, row by row."""
 
 from __future__ import annotations
 

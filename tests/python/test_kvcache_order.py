@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: how a KVCache reuses pages between requests, and when it waits for GPU work.
+"""Tests how a KVCache reuses pages between requests, and when it waits for GPU work.
 
 On every back end, an FdEvent stands for GPU work: no page that the work may access changes before
 the event fires.

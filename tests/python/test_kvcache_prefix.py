@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: cached prefixes of a KVCache: matching, mapping, eviction, and invalid input."""
+"""Tests a KVCache's cached prefixes: matching, mapping, eviction and invalid input."""
 
 from __future__ import annotations
 

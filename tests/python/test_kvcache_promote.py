@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: full blocks of a running request get 2 MiB entries."""
+"""Checks that the full blocks of a running request get 2 MiB entries."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: a conversation's next turn resumes in the slot where its rows are still mapped.
-Counts driver calls.
+"""Checks that a conversation's next turn resumes in the slot where its rows are still mapped.
+
+The tests count driver calls.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a request keeps its rows until it frees all or some of them."""
+"""Checks that a request keeps its rows until it frees all or some of them."""
 
 from __future__ import annotations
 

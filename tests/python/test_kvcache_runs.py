@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: requests grow in runs, so that memory fills before mappings run out.
+"""Checks that requests grow in runs, so that memory fills before mappings run out.
 
 The context on ``host`` rejects mappings beyond `max_mappings`, as ``stock`` always does. The
 proportions are those of GPUs with 80 and 141 GB: one pair of tensors stands for 32.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: forks of a request: pages are shared or copied, and no row is lost."""
+"""Tests forks of a request: pages are shared or copied, and no row is lost."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: random engines that fork, record, match, swap and trim, compared with a plain
-model."""
+"""Compares random engines that fork, record, match, swap and trim with a plain model."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: preemption by swapping, admission, memory release, sparse caches."""
+"""Tests preemption by swapping, admission, memory release and sparse caches."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a request's pages move to host memory and back under the same addresses."""
+"""Tests moving a request's pages to host memory and back, under the same addresses."""
 
 from __future__ import annotations
 

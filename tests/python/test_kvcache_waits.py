@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a cache's calls do not wait for GPU work on pages that they do not need.
+"""Checks that a cache's calls do not wait for GPU work on pages that they do not need.
 
 An `FdEvent` stands for a kernel of an earlier owner that never completes: a call that waited for it
 would not return.
@@ -455,7 +455,7 @@ def test_a_step_ahead_waits_for_neither_slots_nor_prefixes(context: Context, wor
         one, two, other = started(cache, 3 * ROWS), started(cache, 2 * ROWS), started(cache, ROWS)
         cache.free_reqid(one, stream=work, tokens=list(range(3 * ROWS)))
         cache.free_reqid(two, stream=work)
-        want = lens(cache, **{f"r{other}": 6 * ROWS})  # needs 5 more: 2 are free, 2 are in a slot
+        want = lens(cache, **{f"r{other}": 6 * ROWS})  # needs 5 more pages; 2 are free, 2 in a slot
         for _ in range(2):
             assert promptly(lambda: cache.step_async(want), work) == 0
             assert cache.stats().prefix_pages == 2 * TENSORS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: sliding windows: pages before the window are unmapped while a request runs."""
+"""Tests sliding windows: pages before the window are unmapped while a request runs."""
 
 from __future__ import annotations
 

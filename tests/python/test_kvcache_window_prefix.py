@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: cached prefixes of layers with a window: a match ends where the window is mapped."""
+"""Tests prefixes of layers with a window: a match ends where the window is mapped."""
 
 from __future__ import annotations
 

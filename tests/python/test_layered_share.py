@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: with unequal layers, a fork, prefix or swap takes effect in all layers or none."""
+"""Checks that a fork, prefix or swap takes effect in all of several unequal layers or in none."""
 
 from __future__ import annotations
 

@@ -392,8 +392,7 @@ def test_the_times_of_mixed_entries_match_the_kept_run() -> None:
 
 
 def test_a_tensor_per_layer_if_groups_gain_nothing() -> None:
-    """If the calls are the same and the batch differs by less than 1 %, strided rows are not worth
-    it."""
+    """Strided rows are not worth it if they save no calls and change the batch by less than 1%."""
     considered = [Choice(group, 2 * MB) for group in (8, 1, 2)]
     best = advise(LLAMA, [Request(100_000, 10_240)], 60 * GB, considered).best
     assert best.choice == Choice(1, 2 * MB)

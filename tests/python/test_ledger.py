@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the ledger that engines share: limits and floors, crashed engines, invalid files."""
+"""Tests the ledger that engines share: limits and floors, crashed engines, invalid files."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_engines_that_start_together_stay_within_host_memory(
     def slowly(self: Ledger, word: str, but: str = "") -> int:
         found = count(self, word, but)
         with suppress(threading.BrokenBarrierError):
-            both.wait(0.2)  # gives the other engine time to count, too
+            both.wait(0.2)  # gives the other engine time to count
         return found
 
     monkeypatch.setattr(Ledger, "total_beside", slowly)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: log messages: their levels, how often they are repeated, and events that are not
-logged."""
+"""Tests log messages: their levels, how often they repeat, and events that are not logged."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tests the figure for memory that a process may still allocate, including in a control group.
+"""Tests how much memory a process is told it may still allocate, including in a control group.
 
 tests/c/test_available.c covers all formats of the kernel's files, for cgroup versions 1 and 2.
 """
@@ -126,7 +126,7 @@ def _group(limit: int) -> Iterator[tuple[Path, Path]]:
         (group / name).write_text(str(limit))
         yield group, group / name
     finally:
-        for _ in range(1000):  # the kernel may still count an exited process
+        for _ in range(1000):  # an exited process may still be counted as a member
             with contextlib.suppress(OSError):
                 group.rmdir()
                 break

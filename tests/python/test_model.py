@@ -30,7 +30,7 @@ import pyvmem
 SIZES = [24, 16]  # sizes of the reservations, in granules
 SLAB = 16
 LIMIT = 6 * SLAB
-BEYOND = 128  # maximum number of granules by which an operation may pass its reservation's end
+BEYOND = 128  # how many granules past its reservation's end an operation may reach
 
 index = st.integers(0, 63)
 small = st.integers(1, 4)

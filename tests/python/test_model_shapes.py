@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: data stored by the layers of every language model in the installed transformers."""
+"""Checks what the layers of every language model in the installed transformers store."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def written(config: Any, folder: Path) -> str:
 
 
 def test_every_model_has_shapes_or_a_listed_error(tmp_path: Path) -> None:
-    """The models in ANSWERED have shapes, also if their configuration is read from a file; those in
-    REFUSED have the listed error. Other models may have either, but only errors of pyvmem.
+    """The models in ANSWERED have shapes, even if their configuration is read from a file; those in
+    REFUSED raise the listed error. Any other model may have shapes or raise an error of pyvmem's.
     """
     answers: dict[str, str] = {}
     requests = [Request(60, 4)]

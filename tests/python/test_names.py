@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the names that tab completion shows for pyvmem, and the repr of the main objects."""
+"""Tests the names that tab completion shows for pyvmem, and the repr of the main objects."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a call is ordered after the stream or event passed to it, and after no other."""
+"""Checks that a call is ordered after the stream or event passed to it, and after no other."""
 
 from __future__ import annotations
 

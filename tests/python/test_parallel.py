@@ -248,7 +248,7 @@ def with_spare_pages(cache: ParallelKVCache) -> None:
 
 
 def test_step_waits_for_growth_of_step_async(cache: ParallelKVCache) -> None:
-    """2 of 8 pages are owned: 6 are available, whether or not the growth has completed."""
+    """Requests own 2 of 8 pages, so 6 are available, whether or not the growth has completed."""
     with_spare_pages(cache)
     assert cache.can_admit([48])
     assert not cache.can_admit([48, 1])
@@ -507,7 +507,7 @@ def test_rank_config() -> None:
 
 
 def state_of(cache: ParallelKVCache) -> Any:
-    """Returns the state that must be equal on all ranks that have not failed."""
+    """Returns the state that must be the same on every rank that has not failed."""
     slots = [(one.state == "active", one.seq_len) for one in cache.snapshot()]
     return slots, cache.available_pages, cache.status()
 
@@ -536,7 +536,7 @@ def reset(cache: ParallelKVCache) -> None:
 def test_an_interrupted_call_is_complete_or_undone_or_fails_the_rank(
     cache: ParallelKVCache, call: Callable[[ParallelKVCache], Any]
 ) -> None:
-    """Unless the rank has failed, its records match its completed work."""
+    """Unless the rank has failed, its state is the one before the call or the one after it."""
     reset(cache)
     before = state_of(cache)
     call(cache)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: handles to several ranges, release of parts of them, reads into buffers."""
+"""Tests handles to several ranges, releasing parts of them, and reading into buffers."""
 
 from __future__ import annotations
 

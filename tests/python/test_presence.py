@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a pyvmem cache in the ledger: its row in `vmem top`, its limits, and its exit."""
+"""Tests a pyvmem cache in the ledger: its row in `vmem top`, its limits and its exit."""
 
 from __future__ import annotations
 

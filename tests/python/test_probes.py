@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the extension has the USDT probes that the documentation lists."""
+"""Checks that the extension has the USDT probes that the documentation lists."""
 
 from __future__ import annotations
 

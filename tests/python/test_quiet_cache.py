@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a cache learns the result of its own batches, however many batches others submit.
+"""Checks that a cache learns its own batches' results, however many batches others submit.
 
 Each program runs in its own process: if a page is recorded as mapped but is not, writing a row
 crashes the process.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: re-entrant calls, from finalizers and signal handlers during another call."""
+"""Tests re-entrant calls, made by finalizers and signal handlers during another call."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: libvmem objects whose Python owners were lost are closed by the next object of the
-same kind.
-"""
+"""Checks that a new object closes libvmem objects of its kind whose Python owners were lost."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the results index rejects files that do not state their origin."""
+"""Checks that the results index rejects files that do not state their origin."""
 
 from __future__ import annotations
 
@@ -106,7 +106,6 @@ def test_no_committed_log_has_a_failure_or_an_unknown_origin() -> None:
 
 
 def test_the_size_of_the_results_is_limited() -> None:
-    """At most 3 MB are kept: a newer run replaces the older run, and individual samples are not
-    kept."""
+    """The results take at most 3 MB, so only the newest runs are kept, without their samples."""
     kept = [*readme_index.results(), *readme_index.logs()]
     assert 0 < sum(path.stat().st_size for path in kept) <= 3_000_000

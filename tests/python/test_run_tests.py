@@ -21,7 +21,7 @@ def runner(monkeypatch, tmp_path):
 
     def stage(name, action=lambda: None):
         def run(session):
-            """The stage's work."""
+            """Records that the stage ran."""
             ran.append(name)
             action()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: `vmem selftest` passes if memory works, and otherwise names the failed check."""
+"""Checks that `vmem selftest` passes if memory works, and otherwise names the failed check."""
 
 from __future__ import annotations
 

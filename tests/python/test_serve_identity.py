@@ -47,9 +47,9 @@ def test_answers_match_generate(backend: str, folder: object, count: int) -> Non
     expected = dict(enumerate(references(loaded, requests)))
     done: list[Completion] = []
     with pyvmem.Context(backend) as context:
-        # Slots and memory do not suffice for all prompts, so that requests join, leave, grow in the
-        # background, reuse slots and are preempted. With pages of 2 MiB (cuda) no request needs a
-        # second page, and memory runs short before any request is computed.
+        # There are too few slots and too little memory for all prompts, so requests join, leave,
+        # grow in the background, reuse slots and are preempted. With 2 MiB pages (cuda), no request
+        # needs a second page, and memory runs short before any request is computed.
         page = context.info.granule
         small = page == 64 << 10
         slots = 3 * count // 8

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the demo's engine and command with windows, MLA and unequal layers."""
+"""Tests the demo's engine and command with windows, MLA and unequal layers."""
 
 from __future__ import annotations
 

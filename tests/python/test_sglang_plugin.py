@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the entry points for SGLang, its versions and options, without SGLang installed."""
+"""Tests the SGLang plug-in's entry points, versions and options, without SGLang installed."""
 
 from __future__ import annotations
 

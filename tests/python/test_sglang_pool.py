@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the pages of an SGLang engine, without SGLang: memory, limits, events, records."""
+"""Tests the pages of an SGLang engine, without SGLang: memory, limits, events and records."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def open_pool(memory: KVMemory, **given: object) -> PagePool:
 
 @contextmanager
 def beside(memory: KVMemory, folder: Path, **given: object) -> Iterator[tuple[PagePool, Account]]:
-    """Yields a pool and another engine, which together may use ten times four pages."""
+    """Yields a pool and another engine; together they may use ten granules in each of 4 tensors."""
     capacity = 4 * GRANULE * 10
     pool = open_pool(memory, ledger=str(folder), capacity=capacity, **given)
     with Ledger("host", folder=folder) as ledger:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: random engines of every kind over one context (soak.py)."""
+"""Runs random engines of every kind over one context (soak.py)."""
 
 from __future__ import annotations
 

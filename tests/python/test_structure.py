@@ -28,8 +28,8 @@ def module_of(path: Path) -> str:
 
 
 def imports(path: Path, known: set[str], *, types: bool) -> set[str]:
-    """Returns the project's modules that a file imports at load time; with `types`, also those for
-    annotations.
+    """Returns the project's modules that a file imports at load time; with `types`, also those
+    that only annotations need.
 
     Imports inside functions are left out: their order does not matter.
     """
@@ -65,8 +65,9 @@ def graph(*, types: bool) -> dict[str, set[str]]:
 
 
 def test_no_import_cycles() -> None:
-    """Imports for types are exempt: a context and the objects that it returns name each other in
-    annotations."""
+    """Imports that only annotations need are exempt: a context and the objects that it returns name
+    each other in annotations.
+    """
     plain = graph(types=False)
     try:
         order = list(TopologicalSorter(plain).static_order())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the system packages that the setup installs with each package manager."""
+"""Tests which system packages the setup installs with each package manager."""
 
 from __future__ import annotations
 

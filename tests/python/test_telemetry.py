@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a cache's metrics as received by Prometheus, OpenTelemetry and a watcher."""
+"""Tests a cache's metrics as received by Prometheus, OpenTelemetry and a watcher."""
 
 from __future__ import annotations
 

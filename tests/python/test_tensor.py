@@ -401,7 +401,7 @@ def test_dlpack_versions(context: pyvmem.Context, rsv: pyvmem.Reservation) -> No
 def test_an_array_whose_cleanup_was_interrupted_is_not_counted(
     rsv: pyvmem.Reservation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The exception is lost, and the array's cleanup with it."""
+    """The exception is lost, and the dead array's entry stays in the reservation's table."""
 
     def interrupted(_: object) -> None:
         raise KeyboardInterrupt

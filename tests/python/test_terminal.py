@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: terminal output of the commands: width, colors, redrawing."""
+"""Tests the commands' terminal output: width, colors and redrawing."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def test_limit_names_the_oldest(context: pyvmem.Context) -> None:
 
 
 def test_waits_of_several_threads(context: pyvmem.Context) -> None:
-    """The second thread finds the ticket dropped, but the result in the object."""
+    """Later threads find that the ticket was dropped, and read the result from the object."""
     for _ in range(50):
         with pyvmem.FdEvent.create() as gate:
             ticket = empty(context, [gate])

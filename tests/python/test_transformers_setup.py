@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the oldest transformers version tested is the oldest version supported."""
+"""Checks that the oldest transformers version tested is the oldest version supported."""
 
 from __future__ import annotations
 

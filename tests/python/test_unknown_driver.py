@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: `stock` on any driver, and the choice made by `auto`, with software in place of the
-kernel modules.
+"""Tests `stock` on any driver, and what `auto` chooses, with simulated kernel modules.
 
 tests/softcuda/softrm.c imitates the driver named by each case, with the differences that the case
 lists. All cases run in one child, because a library can only be preloaded at a program's start.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: an error about a wrong argument names the caller's operation."""
+"""Checks that an error about a wrong argument names the caller's operation."""
 
 from __future__ import annotations
 

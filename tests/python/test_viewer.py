@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a picture of a cache's pages, drawn in the cache's process or by `vmem watch` from a
-server."""
+"""Tests pictures of a cache's pages, drawn in its own process or by `vmem watch` via a server."""
 
 from __future__ import annotations
 

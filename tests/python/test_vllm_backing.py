@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the pages behind vLLM's blocks: their geometry, and how their use is recorded."""
+"""Tests the pages behind vLLM's blocks: their geometry, and how their use is recorded."""
 
 from __future__ import annotations
 

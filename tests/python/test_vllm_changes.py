@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: scripts/vllm_internals.py lists changes of the vLLM internals that pyvmem uses."""
+"""Checks that scripts/vllm_internals.py lists changes in the vLLM internals that pyvmem uses."""
 
 from __future__ import annotations
 

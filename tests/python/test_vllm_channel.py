@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the scheduler's calls to ranks over a socket: in parallel, and all or nothing."""
+"""Tests the scheduler's calls to ranks over a socket: in parallel, and all or nothing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the page size that the vLLM pool chooses for a model, and the message about it."""
+"""Tests which page size the vLLM pool chooses for a model, and the message about it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the check for the vLLM internals that the pool uses; the placement of KV tensors."""
+"""Tests the check for the vLLM internals that the pool uses, and where KV tensors are placed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the memory of a vLLM rank on each back end, including VMEM_BACKEND=cuda."""
+"""Tests a vLLM rank's memory on each back end, including VMEM_BACKEND=cuda."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: KV offloading without vLLM: held blocks, copies, and rejected options."""
+"""Tests KV offloading without vLLM: held blocks, copies and rejected options."""
 
 from __future__ import annotations
 
@@ -368,8 +368,7 @@ def test_prefixes_in_host_memory_are_counted() -> None:
 
 
 def test_prefixes_from_lower_tiers_are_counted() -> None:
-    """Blocks are written to host memory and evicted from it without involving the manager of all
-    tiers."""
+    """Lower tiers write to host memory through the primary tier's methods, not the manager's."""
     manager = Manager()
     host = SimpleNamespace(
         prepare_write=lambda keys, context: manager.prepare_store(keys, context),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: versions, configurations and variables that the vLLM plug-in rejects by name."""
+"""Checks that the vLLM plug-in names the versions, settings and variables that it rejects."""
 
 from __future__ import annotations
 
@@ -438,8 +438,8 @@ def test_each_rank_of_data_parallelism_is_on_metrics(monkeypatch: pytest.MonkeyP
 def test_api_servers_show_the_engine_whose_processes_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each API server creates the configuration again; a second engine in the process has its own
-    configuration.
+    """Each API server creates the configuration anew, but must get its engine's instance id; a
+    second engine in the process gets an id of its own.
     """
     monkeypatch.setenv(plugin._INSTANCE, "of an engine before")
     sizes = {"parallel_config___api_process_count": 2}

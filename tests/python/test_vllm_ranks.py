@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: how a vLLM engine's scheduler connects to its ranks, loses one, and shuts down."""
+"""Tests how a vLLM engine's scheduler connects to its ranks, loses one, and shuts down."""
 
 from __future__ import annotations
 

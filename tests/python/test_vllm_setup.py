@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the system packages needed to set up vLLM for the CPU."""
+"""Tests which system packages are needed to set up vLLM for the CPU."""
 
 from __future__ import annotations
 
