@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: attention kernels over slots on this GPU, compared with an explicit softmax.
+"""Attention kernels over slots on this GPU, compared with an explicit softmax.
 
 Needs a CUDA device, torch, and a back end (cuda, stock) that passes its probe; skipped otherwise.
 FlashAttention-3 is tested if vLLM, flash_attn_interface or $VMEM_FA3 provides it.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a cache under ordinary serving load, with 2 MiB entries for 64 KB pages.
+"""A cache under ordinary serving load, with 2 MiB entries for 64 KB pages.
 
 Requests are prefilled, decoded, truncated, forked and freed, and memory is short at times. In every
 step, a kernel reads each request's rows. Expects no fault, and the written contents in every row.

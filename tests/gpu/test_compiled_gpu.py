@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: compiled models that use caches on a GPU, with inductor and its CUDA graphs.
+"""Compiled models that use caches on a GPU, with inductor and its CUDA graphs.
 
 Runs the cases of tests/python/compiled_cases.py, which use a GPU if there is one. Needs a
 CUDA device, torch with Triton, transformers, and a back end (cuda, stock) that passes its probe.

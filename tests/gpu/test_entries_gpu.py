@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: 2 MiB entries are created, split, joined and freed while a kernel reads.
+"""2 MiB entries are created, split, joined and freed while a kernel reads.
 
 The kernel keeps reading all pages that the operations do not change, and must see no fault and no
 wrong byte. tests/c/test_entries.c asks the driver whether the GPU's entries match the records.

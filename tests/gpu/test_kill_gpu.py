@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: if a process is killed while its kernels use a cache, its memory is freed.
+"""If a process is killed while its kernels use a cache, its memory is freed.
 
 Needs a CUDA device that is not in use, torch, and a GPU back end; skipped otherwise.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a KVCache in use by kernels: order, zeroed pages and mapping under load.
+"""A KVCache in use by kernels: order, zeroed pages and mapping under load.
 
 Needs a CUDA device, torch, and a back end (cuda, stock) that passes its probe; skipped otherwise.
 """

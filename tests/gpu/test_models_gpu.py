@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: windows, latents, 8-bit rows and FlashInfer, compared with an explicit softmax.
+"""Windows, latents, 8-bit rows and FlashInfer, compared with an explicit softmax.
 
 Rows past a length or before a window hold NaN, and memory past the last page is unmapped, so that
 reading one row too many gives a wrong number or a fault. Needs a CUDA device, torch, and a back end

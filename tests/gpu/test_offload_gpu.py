@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: our kernel copies scattered pages between plain addresses and host memory.
+"""Our kernel copies scattered pages between plain addresses and host memory.
 
 Needs a CUDA device, torch and Triton; skipped otherwise. CUDA's own copies fault at plain
 addresses, so kernels write and compare the contents.

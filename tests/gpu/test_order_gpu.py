@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: calls are ordered after the stream or event that they are given, with real kernels.
+"""Calls are ordered after the stream or event that they are given, with real kernels.
 
 A kernel of about 100 ms precedes the work under test on the stream in question; torch's current
 stream is a different, idle stream. A wrong order causes no fault but wrong contents, so the tests

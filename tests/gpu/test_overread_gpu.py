@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: kernels run at full speed while the slots that they read grow and shrink.
+"""Kernels run at full speed while the slots that they read grow and shrink.
 
 Every step maps pages for every request; the next step's pages are mapped in the background while
 the kernel runs. When a request ends, its pages are filled with NaN, unmapped at once, and mapped

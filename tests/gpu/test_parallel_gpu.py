@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the ranks of a ParallelKVCache, one per GPU, agree through NCCL.
+"""The ranks of a ParallelKVCache, one per GPU, agree through NCCL.
 
 Needs at least two CUDA devices, torch with NCCL, and a back end (cuda, stock) that passes its
 probe.

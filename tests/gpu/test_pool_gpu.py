@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: reused pages are zero, and free memory is returned to the driver.
+"""Reused pages are zero, and free memory is returned to the driver.
 
 Pages may have been zeroed in the background.
 

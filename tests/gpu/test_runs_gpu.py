@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: requests reach the mapping limit, and their runs are joined while kernels run.
+"""Requests reach the mapping limit, and their runs are joined while kernels run.
 
 Needs a CUDA device, torch and the back end stock; skipped otherwise.
 """

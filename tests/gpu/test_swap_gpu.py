@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: swapped requests and prefixes are copied by a kernel, or by libvmem if it fails.
+"""Swapped requests and prefixes are copied by a kernel, or by libvmem if it fails.
 
 Needs a CUDA device, torch and Triton; skipped otherwise.
 """

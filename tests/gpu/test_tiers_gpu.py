@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a request's pages move to another GPU, to the host and back, and stay readable.
+"""A request's pages move to another GPU, to the host and back, and stay readable.
 
 Needs two CUDA devices with peer access, torch, and a back end (cuda, stock) that passes
 its probe.

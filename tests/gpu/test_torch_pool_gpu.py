@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: torch tensors in a VMemPool: kernels, pause and resume, CUDA graphs, exhaustion.
+"""Torch tensors in a VMemPool: kernels, pause and resume, CUDA graphs, exhaustion.
 
 Needs a CUDA device, torch, and a back end (cuda, stock) that passes its probe; skipped otherwise.
 """

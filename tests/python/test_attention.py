@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: attention over slots, compared with a plain softmax; kernel selection, poisoned
+"""Attention over slots, compared with a plain softmax; kernel selection, poisoned
 rows, invalid input.
 """
 

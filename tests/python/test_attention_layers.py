@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: attention with unequal layers (windows, latents, head sizes), 8-bit rows and scales.
+"""Attention with unequal layers (windows, latents, head sizes), 8-bit rows and scales.
 
 Results are compared with a plain softmax. Rows that a token must not read, past the length or
 before the window, are NaN.

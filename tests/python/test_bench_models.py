@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: `vmem bench models` on a tiny model: the methods agree, and invalid input is
+"""`vmem bench models` on a tiny model: the methods agree, and invalid input is
 rejected.
 """
 

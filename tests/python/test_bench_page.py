@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the self-contained page that reports a run (tables, pictures, raw data), and the
+"""The self-contained page that reports a run (tables, pictures, raw data), and the
 plot.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: whatever happens to its output, a command ends with a message, not a traceback.
+"""Whatever happens to its output, a command ends with a message, not a traceback.
 
 Cases: the reader of a pipe exits, the disk is full, the terminal cannot show a character.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: in the vAttention module, one id writes the common pages, and all ids read them."""
+"""In the vAttention module, one id writes the common pages, and all ids read them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: torch_memory_saver's interface over VMemPool, as far as it can be tested without a
+"""Torch_memory_saver's interface over VMemPool, as far as it can be tested without a
 GPU.
 
 torch's CPU allocator cannot be replaced: when a test allocates in a region, `VMemPool.use` skips

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the vAttention module: shapes, return values, and use over an engine's lifetime."""
+"""The vAttention module: shapes, return values, and use over an engine's lifetime."""
 
 from __future__ import annotations
 

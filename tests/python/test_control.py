@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: `vmem control` serves engines over HTTP, with the same names as `vmem top` and `vmem
+"""`vmem control` serves engines over HTTP, with the same names as `vmem top` and `vmem
 limit`.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the Debian packaging names only existing files, and its version matches the
+"""The Debian packaging names only existing files, and its version matches the
 header."""
 
 from __future__ import annotations

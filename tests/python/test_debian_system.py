@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: creation of the Debian systems in which packages are tested."""
+"""Creation of the Debian systems in which packages are tested."""
 
 from __future__ import annotations
 

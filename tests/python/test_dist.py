@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: trees that `make dist` rejects, its bill of materials, and the contents of an
+"""Trees that `make dist` rejects, its bill of materials, and the contents of an
 sdist.
 """
 

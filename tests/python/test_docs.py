@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the programs that build and check the documentation report the errors that they
+"""The programs that build and check the documentation report the errors that they
 should.
 """
 

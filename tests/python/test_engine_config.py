@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a cache created from a model's shape and a policy gets the adviser's layout."""
+"""A cache created from a model's shape and a policy gets the adviser's layout."""
 
 from __future__ import annotations
 

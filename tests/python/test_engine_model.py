@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: random engines over `RequestCache`, with background calls, against a model."""
+"""Random engines over `RequestCache`, with background calls, against a model."""
 
 from __future__ import annotations
 

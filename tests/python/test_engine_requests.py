@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: `pyvmem.engine`: requests, shortage, leases, namespaces, background calls."""
+"""`pyvmem.engine`: requests, shortage, leases, namespaces, background calls."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: 2 MiB entries through the bindings: requesting, rejecting, splitting and joining."""
+"""2 MiB entries through the bindings: requesting, rejecting, splitting and joining."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: files created and packages installed by the setup, on each version of Python."""
+"""Files created and packages installed by the setup, on each version of Python."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: examples/engine.py generates the same tokens as transformers' `generate`."""
+"""Examples/engine.py generates the same tokens as transformers' `generate`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: extra environments are created once, and recreated when their pins change."""
+"""Extra environments are created once, and recreated when their pins change."""
 
 from __future__ import annotations
 

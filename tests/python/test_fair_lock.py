@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a budget's lock is reentrant and fair: waiting threads precede the last holder."""
+"""A budget's lock is reentrant and fair: waiting threads precede the last holder."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the feature table is correct: a feature works where the table says yes, and is
+"""The feature table is correct: a feature works where the table says yes, and is
 rejected elsewhere.
 """
 

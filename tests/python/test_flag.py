@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: an asynchronous exception never leaves a `Flag` half set."""
+"""An asynchronous exception never leaves a `Flag` half set."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: VMemCache behaves exactly like DynamicCache, on random models and operations."""
+"""VMemCache behaves exactly like DynamicCache, on random models and operations."""
 
 from __future__ import annotations
 

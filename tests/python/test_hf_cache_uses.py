@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: VMemCache passes transformers' tests of its own caches.
+"""VMemCache passes transformers' tests of its own caches.
 
 The cases are those of its tests/utils/test_cache_utils.py: head counts, single layers, padding,
 reused prompts, comparison with static caches, early initialization, and calls before the first

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: continuous batching on slots produces the tokens of transformers' own paged path."""
+"""Continuous batching on slots produces the tokens of transformers' own paged path."""
 
 from __future__ import annotations
 

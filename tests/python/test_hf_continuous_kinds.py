@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: continuous batching of models with windows, MLA and unequal layers.
+"""Continuous batching of models with windows, MLA and unequal layers.
 
 The expected tokens come from ``generate`` on each prompt alone, with transformers' own cache.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: models with windows, MLA and unequal layers generate the same tokens as with
+"""Models with windows, MLA and unequal layers generate the same tokens as with
 transformers' cache.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a real model generates the same tokens with VMemCache as with DynamicCache.
+"""A real model generates the same tokens with VMemCache as with DynamicCache.
 
 SmolLM2-135M has rows of 768 bytes in float32, which do not divide a page.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: named requests keep their own rows in any order of calls, compared with a plain
+"""Named requests keep their own rows in any order of calls, compared with a plain
 model.
 
 Rows are derived from a request's tokens, so requests that share a prefix must read equal rows.

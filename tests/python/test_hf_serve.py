@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: transformers' own server answers over HTTP, with requests in slots."""
+"""Transformers' own server answers over HTTP, with requests in slots."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: hybrid models: linear attention, state spaces and convolutions in one cache."""
+"""Hybrid models: linear attention, state spaces and convolutions in one cache."""
 
 from __future__ import annotations
 

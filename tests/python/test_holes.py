@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: on the host back end, any read of rows without pages raises `NotMapped`.
+"""On the host back end, any read of rows without pages raises `NotMapped`.
 
 Each read runs in its own process, because a failure of the guard crashes the process.
 """

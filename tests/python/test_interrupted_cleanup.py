@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a call that is interrupted or fails during its cleanup loses nothing."""
+"""A call that is interrupted or fails during its cleanup loses nothing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: asynchronous exceptions, at every point, lose no context, pool, saver or manager.
+"""Asynchronous exceptions, at every point, lose no context, pool, saver or manager.
 
 Like test_interrupts.py, but for calls that use no cache, or that open or close one. Each case does
 its setup and yields a call, which is interrupted at one or two points. Afterwards the caller's

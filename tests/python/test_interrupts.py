@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: asynchronous exceptions, at every point of every call, leave a cache consistent.
+"""Asynchronous exceptions, at every point of every call, leave a cache consistent.
 
 A signal handler may raise anywhere (Ctrl-C, a server's timeout). Each scenario below prepares a
 cache and yields a call; the call is interrupted at one point (interrupts_helpers.py defines them),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: SGLang's CPU engine on the pool generates stock SGLang's tokens in less memory."""
+"""SGLang's CPU engine on the pool generates stock SGLang's tokens in less memory."""
 
 from __future__ import annotations
 

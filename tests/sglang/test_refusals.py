@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: an unsupported configuration stops the engine, with a message that says why."""
+"""An unsupported configuration stops the engine, with a message that says why."""
 
 from __future__ import annotations
 

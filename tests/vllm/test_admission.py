@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a prompt is admitted if all of it fits, and is mapped chunk by chunk."""
+"""A prompt is admitted if all of it fits, and is mapped chunk by chunk."""
 
 from __future__ import annotations
 

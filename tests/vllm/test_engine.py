@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: vLLM on the elastic pool generates stock vLLM's tokens and frees its memory."""
+"""VLLM on the elastic pool generates stock vLLM's tokens and frees its memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: VMEM_VLLM=1 enables the pool or raises; stock vLLM never runs silently."""
+"""VMEM_VLLM=1 enables the pool or raises; stock vLLM never runs silently."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: models other than a Llama generate stock vLLM's tokens on the elastic pool.
+"""Models other than a Llama generate stock vLLM's tokens on the elastic pool.
 
 The models have layers with a state, latent attention, 8-bit caches, adapters, an encoder with
 cross-attention, or drafts. Each model runs in stock vLLM first.

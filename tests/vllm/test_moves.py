@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: prefixes move while requests hit them; the tokens are stock vLLM's."""
+"""Prefixes move while requests hit them; the tokens are stock vLLM's."""
 
 from __future__ import annotations
 

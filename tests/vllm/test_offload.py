@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: an idle engine frees its memory, and loads its prefixes from host memory."""
+"""An idle engine frees its memory, and loads its prefixes from host memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: engines with prefixes in host memory share a ledger, and one is killed."""
+"""Engines with prefixes in host memory share a ledger, and one is killed."""
 
 from __future__ import annotations
 

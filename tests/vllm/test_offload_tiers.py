@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: with vLLM's disk tier below host memory, prefixes outlive the engine."""
+"""With vLLM's disk tier below host memory, prefixes outlive the engine."""
 
 from __future__ import annotations
 

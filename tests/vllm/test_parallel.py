@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: engines with several ranks generate stock vLLM's tokens, and their ranks agree.
+"""Engines with several ranks generate stock vLLM's tokens, and their ranks agree.
 
 Tests tensor and pipeline parallelism with the executors mp and Ray, also on two "machines", which
 are loopback addresses, each with its own folder of ledgers. Also tests data parallelism, where each

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: mapped pages, moves and used blocks are counted with vLLM's scheduler and pool.
+"""Mapped pages, moves and used blocks are counted with vLLM's scheduler and pool.
 
 The tests use no model and no clock. A step fails if it reads a block without the tokens that its
 request computed (see pool_model).

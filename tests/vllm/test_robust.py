@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: an engine works while other engines or processes use its memory."""
+"""An engine works while other engines or processes use its memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: `vllm serve` on the elastic pool, with engine, worker and client as processes.
+"""`vllm serve` on the elastic pool, with engine, worker and client as processes.
 
 Another account in the ledger needs the memory, and outlives the server's engine.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a sleeping engine has no KV memory; weights sleep through vLLM's interface.
+"""A sleeping engine has no KV memory; weights sleep through vLLM's interface.
 
 vLLM has no sleep mode on a CPU and does not move the weights there, so the tests call the back end,
 and allocate weights through torch's C symbols, as test_torch_pool.py does.

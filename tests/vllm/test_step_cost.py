@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a step's cost depends on what changes in it, not on the number of requests.
+"""A step's cost depends on what changes in it, not on the number of requests.
 
 The tests count calls, and the lines of pyvmem that the scheduler's thread runs, but measure no
 time.
