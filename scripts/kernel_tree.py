@@ -73,7 +73,7 @@ FEATURES = {
 
 @dataclass(frozen=True)
 class Tree:
-    """What to build: the driver's version, the kernel, and the kind of build."""
+    """A build to make: the driver's version, the kernel, and the kind of build."""
 
     version: str
     headers: KernelHeaders

@@ -51,7 +51,7 @@ class Run:
 
 
 class Part(NamedTuple):
-    """What a batch needs to know about the layers of one form.
+    """The layers of one form, as far as a batch needs to know them.
 
     Attributes:
         caches: the caches to read.

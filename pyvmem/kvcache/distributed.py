@@ -416,7 +416,7 @@ class ParallelKVCache(KVCache):
         self._closed = True  # set to False once the groups exist
         self._digest = 0
         self._ahead = False  # True if a `step_async` returned 0 and no `step` has followed
-        # What is needed to undo the last step: the rows before it, and its stream.
+        # the rows before the last step, and its stream, for undoing the step
         self._before: tuple[Sequence[int], Any] | None = None
         self._swapped: weakref.WeakSet[SwappedRequest] = weakref.WeakSet()
         self._own: Context | None = None

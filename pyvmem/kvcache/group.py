@@ -63,7 +63,7 @@ _NEWCOMERS = 8  # one slot in this many keeps no prefix, so that new prompts fin
 
 @dataclass(frozen=True)
 class Parts:
-    """What a group is built from; created by `make_parts`.
+    """The objects that a group is built from; created by `make_parts`.
 
     Attributes:
         context: allocates the pages.

@@ -51,7 +51,7 @@ __all__ = [
 
 
 class Tier(NamedTuple):
-    """Where pages are: a location and, for a peer, its CUDA ordinal (otherwise 0)."""
+    """A place for pages: a location and, for a peer, its CUDA ordinal (otherwise 0)."""
 
     location: Location
     device: int = 0

@@ -78,7 +78,7 @@ class Replay:
     def add(self, lengths: list[int]) -> tuple[int, int]:
         """Accounts for a step; returns its mapped and used bytes."""
         step = (sum(map(self.bytes_for, lengths)), sum(map(self._used, lengths)))
-        # Of equally large steps, keep the one with the most used bytes, in every layout's favor.
+        # If steps are equally large, keep the one with the most used bytes: it favors each layout.
         self._peak = max(self._peak, step)
         return step
 

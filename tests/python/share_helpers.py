@@ -58,8 +58,9 @@ def read_rows(cache: KVCache, reqid: int, low: int, tags: list[int]) -> bool:
 
 
 def start(cache: KVCache, rows: int, first: int = 1, by: int = 0) -> int:
-    """Starts a request of `rows` rows with the tags `first`, `first` + 1, ...; `by`: rows per
-    step.
+    """Starts a request of `rows` rows with the tags `first`, `first` + 1, and so on.
+
+    Each step adds `by` rows, or all of them if `by` is 0.
     """
     reqid = cache.alloc_reqid(rows)
     assert reqid is not None

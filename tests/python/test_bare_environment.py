@@ -32,7 +32,8 @@ PLACES = {
     "no /proc": "mount -t tmpfs none /proc",
 }
 SIMILAR = ("home cannot be written", "/dev/shm is closed")
-# Fewer places for programs that import transformers, which takes ten seconds; a long run has all.
+# Programs that import transformers, which takes ten seconds, run in fewer environments unless the
+# run is long.
 FEWER = [
     pytest.param(place, marks=pytest.mark.long) if place in SIMILAR else place for place in PLACES
 ]

@@ -429,7 +429,7 @@ def test_a_request_larger_than_a_slot_is_rejected(model: Any, context: pyvmem.Co
 
 
 def test_only_the_request_that_exceeds_memory_fails(model: Any, context: pyvmem.Context) -> None:
-    rows = 4 * context.info.granule // 192  # that fit into all memory
+    rows = 4 * context.info.granule // 192  # how many fit into all memory
     if rows > 400:
         pytest.skip("pages hold more tokens than the model's longest sequence")
     model, limit = on(context, model), 4 * 4 * context.info.granule

@@ -175,7 +175,7 @@ def test_the_work_of_the_owner_before_last_still_counts(context: Context) -> Non
 def test_a_growth_finished_by_another_call_leaves_no_work_to_a_stream(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That call names no stream, and the next step may name any stream."""
+    """The other call names no stream, and the next step may name any stream."""
     devices = []
     monkeypatch.setattr(growth, "order_after", lambda event, stream, on: devices.append(on))
     with (

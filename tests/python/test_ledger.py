@@ -343,7 +343,7 @@ def test_the_largest_engine_is_asked_first(folder: Path) -> None:
 
 
 def test_an_engine_at_its_floor_is_not_asked(folder: Path) -> None:
-    """Of 10 GiB, 6 are a's floor; b and c hold the other 4, and c is short."""
+    """The ledger has 10 GiB: 6 are a's floor, b and c hold the rest, and c is short."""
     a = join(folder, "a", floor=6 * GIB)
     b, c = join(folder, "b"), join(folder, "c")
     assert a.take(6 * GIB)
