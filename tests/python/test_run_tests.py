@@ -21,10 +21,10 @@ def runner(monkeypatch, tmp_path):
 
     def stage(name, action=lambda: None):
         def run(session):
-            """Records that the stage ran."""
             ran.append(name)
             action()
 
+        run.__doc__ = f"Runs {name}."  # printed as the stage's description
         return run
 
     def fail():
@@ -52,7 +52,7 @@ def runner(monkeypatch, tmp_path):
 def test_all_stages_but_gpu(runner, capsys):
     assert runner() == (0, ["one", "two", "three"])
     said = capsys.readouterr().out
-    assert "#### one (stage 1 of 3, time left unknown): The stage's work." in said
+    assert "#### one (stage 1 of 3, time left unknown): Runs one." in said
     assert "3 of 3 stages passed" in said
     assert "FROM=" not in said
     assert sorted(json.loads(runner.times.read_text())["short"]) == ["one", "three", "two"]
