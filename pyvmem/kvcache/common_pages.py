@@ -81,7 +81,8 @@ class CommonPages:
                 others = group.table.emptiest(config.max_batch - 1)
                 if len(others) < config.max_batch - 1:
                     raise invalid(f"map_common_pages({tokens}): a slot is retired or taken")
-                group.sharing.empty(others)
+                for one in others:
+                    group.sharing.empty(one)
                 if others:
                     lend([Loan(group, one, self._span, 0) for one in others])
             except VMemError:  # after any other exception the journal undoes everything
@@ -108,7 +109,7 @@ class CommonPages:
             group.reclaimer.lend(self._span)  # in case only this slot holds the pages
             if slot.active:
                 free(groups, reqid, None, None, None)
-            group.sharing.empty([slot])
+            group.sharing.empty(slot)
             lend([Loan(group, slot, self._span, 0)])
             group.reclaimer.lend(EMPTY)
         self.idle.add(reqid)

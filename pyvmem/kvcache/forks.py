@@ -20,7 +20,7 @@ from pyvmem.features.table import FORK
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.events import PriorWork
 from pyvmem.kvcache.group import Group, free_on_abort, prepare
-from pyvmem.kvcache.growth import Needs, reclaim_after, reclaim_for
+from pyvmem.kvcache.growth import Needs, fit, reclaim_after, reclaim_for
 from pyvmem.kvcache.pages import Block, Part, Span
 from pyvmem.kvcache.requests import sync_free_slots
 from pyvmem.kvcache.sharing import Held
@@ -225,12 +225,14 @@ def fork_all(
     try:
         for part in parts:
             part.slots = list(map(part.group.table.slots.__getitem__, reqids))
-            part.group.sharing.empty(part.slots)
+            for slot in part.slots:
+                if slot.job is not None or slot.mapped or slot.broken:
+                    part.group.sharing.empty(slot)
     except VMemError as error:
         if groups[0].sharing.is_shortage(error):
             return None
         raise
-    if not reclaim_for(needs, {}):
+    if not (fit(needs) or reclaim_for(needs, {})):
         return None
     for part in () if work.over else parts:
         if part.nbytes > part.low * part.group.layout.page_size:

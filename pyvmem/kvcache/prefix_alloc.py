@@ -154,7 +154,7 @@ def _begin_with(
                 resumed = resumed and slot.span.pages == span.pages
                 loans.append(Loan(group, slot, span, slot.head))
                 continue
-            group.sharing.empty([slot])
+            group.sharing.empty(slot)
             loans.append(Loan(group, slot, span, group.layout.window_page(match.length)))
         lend(loans)
     except VMemError as error:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pyvmem.errors import (
@@ -142,22 +141,21 @@ class Sharing:
 
     # ---- mapping shared pages in more slots ------------------------------------------------------
 
-    def empty(self, slots: Sequence[Slot]) -> None:
-        """Unmaps all pages of free slots; waits for that and for the GPU work on them.
+    def empty(self, slot: Slot) -> None:
+        """Unmaps all pages of a free slot; waits for that and for the GPU work on them.
 
         Raises:
             OutOfMemory: an unmap could not be started. VMemError: an unmap failed; see
                 `is_shortage`.
         """
-        for slot in slots:
-            if slot.job is not None or slot.mapped:
-                self.pager.release(slot)
-            if slot.mapped:
-                self.reclaimer.unmap(slot, 0, now=True)
-                self.pager.release(slot)
-            if slot.mapped or slot.broken:
-                self.reclaimer.raise_errors()
-                raise DriverError(f"slot {slot.index} could not be emptied", errno=errno.EIO)
+        if slot.job is not None or slot.mapped:
+            self.pager.release(slot)
+        if slot.mapped:
+            self.reclaimer.unmap(slot, 0, now=True)
+            self.pager.release(slot)
+        if slot.mapped or slot.broken:
+            self.reclaimer.raise_errors()
+            raise DriverError(f"slot {slot.index} could not be emptied", errno=errno.EIO)
 
     def is_shortage(self, error: BaseException) -> bool:
         """Returns whether a failure of `empty` or of `lend` counts as a shortage of memory.
