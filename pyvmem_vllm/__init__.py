@@ -42,12 +42,12 @@ def _register() -> None:
 
 
 def _register_late() -> None:
-    """Wraps vLLM's creation of a configuration, to enable the pool if the variable is set by then.
+    """Wraps `create_engine_config`, to enable the pool if the variable is set by the time it runs.
 
     vLLM calls its entry points only once in a process, before the first configuration.
     """
     arguments: Any = sys.modules.get("vllm.engine.arg_utils")
-    if arguments is None:  # a process that creates no configuration
+    if arguments is None:  # a process that does not create configurations
         return
     owner = arguments.EngineArgs
     create = owner.create_engine_config

@@ -7,7 +7,7 @@ unmapped once the last of these blocks is retired.
 
     unbacked -- begin, run, finish --> backed -- retire, sent, confirm --> unbacked
 
-A growth takes three calls, so that mapping runs without the lock:
+Growing takes three calls, so that mapping runs without the lock:
 
     growth = backing.begin(count)       # picks blocks and reserves their bytes in the quota
     growth.run(workers)                 # maps on every rank, all or nothing
@@ -71,8 +71,8 @@ class Growth:
 
     Attributes:
         blocks: ids of the blocks.
-        runs: pages to map; empty if all pages of the blocks are mapped already.
-        nbytes: bytes of these pages.
+        runs: pages to map; empty if all of the blocks' pages are already mapped.
+        nbytes: size of these pages in bytes.
         failure: why mapping failed; None once it succeeded.
     """
 
@@ -93,7 +93,7 @@ class Release:
     Attributes:
         number: identifies the release in `Backing.confirm`.
         runs: the pages.
-        nbytes: bytes of these pages.
+        nbytes: size of these pages in bytes.
     """
 
     number: int
@@ -106,10 +106,11 @@ class Counters:
     """Totals since the engine's start.
 
     Attributes:
-        grown_blocks, grown_bytes, growths: blocks backed, bytes mapped, and growths completed.
+        grown_blocks, grown_bytes, growths: blocks backed, bytes mapped, and grow operations
+            completed.
         retired_blocks, retired_bytes, releases: blocks retired, bytes unmapped, and releases sent.
-        refusals: growths that the quota reduced or denied.
-        failures: growths and releases that failed in the driver.
+        refusals: grow operations that the quota reduced or denied.
+        failures: grow operations and releases that failed in the driver.
         last_failure: message of the last failure.
     """
 
@@ -129,7 +130,7 @@ class Backing:
     """Tracks the state of each page and block of an engine.
 
     Block 0, the null block or padding page, is always backed. A single request may need thousands
-    of blocks, so a growth does not loop over blocks in Python.
+    of blocks, so growing does not loop over blocks in Python.
 
     Attributes:
         geometry: the engine's geometry.
@@ -167,7 +168,7 @@ class Backing:
     # ---- growth ----------------------------------------------------------------------------------
 
     def begin_null(self) -> Growth:
-        """Begins the growth of the null block, which the ranks have already mapped.
+        """Begins backing the null block, which the ranks have already mapped.
 
         Raises:
             MemoryError: the quota does not have enough room.
@@ -185,7 +186,7 @@ class Backing:
         """Waits until other engines leave room for the null block, and records it as backed.
 
         Raises:
-            MemoryError: there was no room within `patience` seconds; the quota is closed.
+            MemoryError: there was still no room after `patience` seconds; the quota is closed.
         """
         end = time.monotonic() + patience
         while True:
@@ -208,7 +209,7 @@ class Backing:
         on the same pages are added, since they need no more memory.
 
         Returns:
-            The growth to run and finish; None if no block can be backed now.
+            The `Growth` to run and finish; None if no block can be backed now.
         """
         growth, more = self._pick(count, self.quota.room())
         if len(growth.blocks) < count and more:
@@ -222,7 +223,7 @@ class Backing:
         return growth
 
     def _pick(self, count: int, room: int) -> tuple[Growth, bool]:
-        """Picks blocks for `begin`; also returns true if `room` or `count` left some out."""
+        """Picks blocks for `begin`; also returns whether `room` or `count` excluded any."""
         geometry, kinds = self.geometry, range(len(self.geometry.classes))
         sharing = geometry.page_size // min(one.block_bytes for one in geometry.classes)
         changing = [int(np.count_nonzero(state >= _MAPPING)) for state in self._state]
@@ -284,13 +285,14 @@ class Backing:
         if growth is not self._null:
             self._block_states[growth.blocks] = _GROWING
             self.unbacked -= len(growth.blocks)
-        # Count users before mapping, so that retiring a neighboring block frees no shared page.
+        # Count users before mapping, so that retiring a neighboring block does not free a
+        # shared page.
         self._count(growth.blocks, 1)
         self._mark(growth.runs, _MAPPING)
         self.mapped_bytes += growth.nbytes
 
     def finish(self, growth: Growth) -> list[int]:
-        """Records how a growth ended; returns its blocks, or an empty list if it failed."""
+        """Records the result of a grow operation; returns its blocks, or [] if it failed."""
         if growth.nbytes:
             self.quota.end_pending(growth.nbytes)
         if growth.failure is None:
@@ -391,7 +393,7 @@ class Backing:
         return sent
 
     def confirm(self, number: int, failure: str | None) -> None:
-        """Records that all ranks unmapped a release; after a failure, queues it again."""
+        """Records that all ranks have unmapped a release; requeues it after a failure."""
         release = self._sent.pop(number)
         if failure is not None:
             self.counters.failures += 1
@@ -408,7 +410,7 @@ class Backing:
         """Returns the bytes to free now, given the `excess` that the quota reports.
 
         An idle engine that is asked again within a second frees twice as much as before. If it
-        freed only what is needed, each request of the other engine would wait for memory.
+        freed only what is needed, every request on the other engine would wait for memory.
 
         Args:
             excess: bytes to free, including those being unmapped.
@@ -427,7 +429,7 @@ class Backing:
 
     @property
     def unconfirmed(self) -> bool:
-        """True if a release was sent and not yet confirmed."""
+        """True if a release has been sent but not yet confirmed."""
         return bool(self._sent)
 
     # ---- queries ---------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ The times were measured on an H100 and an H200 (benchmarks/kernels). They begin 
 and 16 GiB, so the threshold is 8 GiB.
 
 Since vLLM 0.32, all layers of a block may be contiguous (VLLM_KV_CACHE_LAYOUT=BLHNC or BLNHC). If
-such a block's size is a multiple of 2 MB, the block shares no large page with another: no prefix
-has to move, and one call maps the block. The pool does not request this layout: on a full H100 it
-makes each decode step 1.2 to 1.4 % longer, even in stock vLLM
+such a block's size is a multiple of 2 MB, the block shares no large page with another: prefixes
+never have to move, and one call maps the block. The pool does not request this layout: on a full
+H100 it makes each decode step 1.2 to 1.4 % longer, even in stock vLLM
 (results/logs/h100-vllm-layouts.log).
 """
 
@@ -36,7 +36,7 @@ _PART = 32  # two large pages per tensor may cost at most 1/32 of the memory tha
 def choose_page(
     num_blocks: int, sizes: Sequence[int], most: int, asked: int, limit: int | None
 ) -> tuple[int, str]:
-    """Returns the page size for KV tensors in bytes, and the reason for the log.
+    """Returns the page size for KV tensors in bytes, and the reason to log.
 
     Args:
         num_blocks: number of blocks in each tensor.

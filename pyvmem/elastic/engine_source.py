@@ -118,7 +118,7 @@ def _names(node: ast.AST) -> Iterator[str]:
 
 
 def missing(source: Source, symbols: Iterable[Symbol]) -> list[str]:
-    """Lists the symbols that are missing in `source`, or whose parameters or calls do not match."""
+    """Lists symbols that are missing from `source`, or whose parameters or calls do not match."""
     lacks = []
     for symbol in symbols:
         found = source.find(symbol.module, symbol.name)

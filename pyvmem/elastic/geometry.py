@@ -66,7 +66,7 @@ class Geometry:
 
     @classmethod
     def of(cls, num_blocks: int, page_size: int, sizes: Iterable[int]) -> Geometry:
-        """Builds the geometry of tensors with these sizes, in bytes.
+        """Builds the geometry for tensors of these sizes in bytes.
 
         Raises:
             ValueError: `num_blocks` does not divide the size of a tensor.
@@ -91,16 +91,16 @@ class Geometry:
         return -(-self.num_blocks * self.classes[kind].block_bytes // self.page_size)
 
     def page_bytes(self, kind: int) -> int:
-        """Returns the total bytes of one page of a class, over all its tensors."""
+        """Returns the total size in bytes of one page of a class across its tensors."""
         return self.page_size * self.classes[kind].tensors
 
     def run_bytes(self, runs: Iterable[Run]) -> int:
-        """Returns the total bytes of the pages in these runs, over all tensors."""
+        """Returns the total size in bytes of the pages in these runs across all tensors."""
         return sum(self.page_bytes(run.kind) * run.length for run in runs)
 
     @property
     def block_bytes(self) -> int:
-        """Total size of a block in bytes, over all tensors."""
+        """Total size of a block in bytes across all tensors."""
         return sum(one.block_bytes * one.tensors for one in self.classes)
 
     @cached_property
@@ -117,8 +117,8 @@ class Geometry:
     def group_unit(self) -> tuple[int, int]:
         """The pair that maps blocks to groups: block b is in group ``b * unit[0] // unit[1]``.
 
-        A group consists of the blocks that begin in the same page. If blocks share no pages, each
-        block is a group of its own.
+        A group consists of the blocks that begin in the same page. If blocks do not share pages,
+        each block forms its own group.
         """
         if self._sharing < 0:
             return 1, 1
@@ -159,7 +159,7 @@ class Geometry:
         return total
 
     def scattered_bytes(self, blocks: int) -> int:
-        """Returns how many bytes `blocks` blocks need if none of their shared pages adjoin."""
+        """Returns how many bytes `blocks` blocks need if no shared pages are adjacent."""
         size, page = self.group_unit
         pages = -(-blocks // (page // size))
         return self.most_bytes(-(-pages * page // size))
@@ -167,7 +167,7 @@ class Geometry:
     def first_bytes(self, blocks: int) -> int:
         """Returns how many bytes the first `blocks` blocks need.
 
-        Every other set of `blocks` blocks needs at least as many.
+        Any other set of `blocks` blocks needs at least as many.
         """
         return sum(
             min(-(-blocks * one.block_bytes // self.page_size), self.num_pages(kind))

@@ -25,7 +25,7 @@ class IdleBlocks:
     """The set of idle blocks; `take` hands out blocks of the fullest groups first.
 
     Args:
-        unit: as `Geometry.group_unit`: block b belongs to group ``b * unit[0] // unit[1]``.
+        unit: see `Geometry.group_unit`; block b belongs to group ``b * unit[0] // unit[1]``.
     """
 
     def __init__(self, unit: tuple[int, int]) -> None:
@@ -72,7 +72,7 @@ class IdleBlocks:
 
     def add(self, blocks: Iterable[int]) -> None:
         """Adds blocks that became idle; blocks already in the set are ignored."""
-        if self.one_block:  # a faster path, as there may be thousands of groups
+        if self.one_block:  # fast path: there may be thousands of groups
             new = {block: {block: None} for block in blocks if block not in self._of}
             self._of.update(new)
             self._buckets[1].update(dict.fromkeys(new))

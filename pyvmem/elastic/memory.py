@@ -4,8 +4,8 @@
 All tensors share one reservation. The tensors of a class (`geometry`) are equally spaced, so one
 batch operation covers a run of pages in all of them.
 
-A page is unmapped only after all steps that were scheduled before its release, as they may access
-it. The scheduler passes the number of the last such step. Steps are launched in order on one
+A page is unmapped only after all steps scheduled before its release have finished, as they may
+access it. The scheduler passes the number of the last such step. Steps are launched in order on one
 stream, so an event recorded after that step's launch also covers the earlier steps. Only libvmem's
 worker thread waits for the event.
 """
@@ -49,7 +49,7 @@ class Copies(Protocol):
         """Makes a stream wait for all started copies."""
 
     def close(self) -> None:
-        """Waits for the started copies; no copy may be started afterwards."""
+        """Waits for the started copies; no more copies may be started afterwards."""
 
 
 @dataclass(eq=False)
@@ -411,7 +411,7 @@ class KVMemory:
         at = 0
         while at < self._reservation.nbytes:
             info = self._reservation.query(at)
-            if info.mapped:  # page by page: runs depend on slabs, which differ per rank
+            if info.mapped:  # page by page: runs depend on slabs, which differ between ranks
                 pages = range(at, at + info.run_bytes, self.geometry.page_size)
                 found.update(array("q", pages).tobytes())
             at += info.run_bytes

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Exports the numbers of `vmem top` on an inference engine's own ``/metrics``.
+"""Exports the metrics shown by `vmem top` on an inference engine's own ``/metrics``.
 
-The API server and the KV cache run in different processes, so the server reads the numbers from the
+The API server and the KV cache run in different processes, so the server reads the metrics from the
 ledger.
 """
 
@@ -41,7 +41,7 @@ class _Collector:
         return []
 
     def collect(self) -> Iterator[Any]:
-        """Yields a metric family for each number, with a sample per engine and device."""
+        """Yields the metric families, each with a sample per engine and device."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         found = list(_engines())

@@ -9,7 +9,7 @@ __all__ = ["Peak"]
 
 
 class Peak:
-    """Tracks the largest number noted in the last few seconds.
+    """Tracks the largest number recorded in the last few seconds.
 
     Args:
         seconds: length of the window.
@@ -17,10 +17,10 @@ class Peak:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._noted: deque[tuple[float, int]] = deque()  # (time, number) by descending number
+        self._noted: deque[tuple[float, int]] = deque()  # (time, number), largest first
 
     def note(self, now: float, number: int) -> None:
-        """Adds a number at time `now`, in seconds; times must not decrease."""
+        """Records a number at time `now`, in seconds; times must not decrease."""
         while self._noted and self._noted[-1][1] <= number:
             self._noted.pop()
         self._noted.append((now, number))

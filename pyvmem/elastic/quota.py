@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Limits the bytes that an engine maps on each device, by the engine's limit and the ledger."""
+"""Limits the bytes that an engine maps on each device, based on its limit and the ledger."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class DeviceAccount(Protocol):
 
 
 class LocalQuota:
-    """A quota without a ledger: only a fixed limit and the device's free memory bound it.
+    """A quota without a ledger, bounded only by a fixed limit and the device's free memory.
 
     Args:
         limit: maximum bytes per rank.
@@ -95,12 +95,12 @@ class LocalQuota:
         self.used -= nbytes
 
     def pressure(self) -> tuple[int, bool]:
-        """Returns the bytes above the limit, and false, as no other engine can lack memory."""
+        """Returns the bytes above the limit, and false, as there are no other engines."""
         return max(0, self.used - self.limit), False
 
     @property
     def asleep(self) -> bool:
-        """Always false: orders to sleep come through a ledger."""
+        """Always false: sleep commands arrive through a ledger."""
         return False
 
     def want(self, nbytes: int) -> None:
@@ -121,7 +121,8 @@ class Signals:
     """Detects new signals from other engines.
 
     Args:
-        count: returns the numbers of asks and gives so far, for example `LedgerQuota.signals`.
+        count: returns how often other engines have asked for memory and how often they have freed
+            some, for example `LedgerQuota.signals`.
     """
 
     def __init__(self, count: Callable[[], tuple[int, int]]) -> None:
@@ -131,7 +132,7 @@ class Signals:
     def arrived(self, lacks: bool) -> bool:
         """Returns true if a new signal concerns this engine.
 
-        Another engine's request for memory does; memory that it freed does if this one `lacks` it.
+        Requests for memory always do; freed memory does only if this engine `lacks` memory.
         """
         return self._differ(self._count(), lacks)
 
@@ -181,7 +182,7 @@ class LedgerQuota:
     def take(self, nbytes: int, handles: int = 0) -> bool:
         """Reserves `nbytes` more bytes per rank on all devices.
 
-        Returns false, and reserves nothing, if a device's account denies them.
+        If any device's account denies them, returns false without reserving any.
         """
         free = self._free()
         taken: list[tuple[DeviceAccount, int]] = []
@@ -230,7 +231,7 @@ class LedgerQuota:
         return sum(asks), sum(gives)
 
     def report(self, **values: int) -> None:
-        """Posts the numbers that `vmem top` shows; bytes and handles are per rank."""
+        """Posts the metrics that `vmem top` shows; bytes and handles are per rank."""
         for account, ranks in self._accounts:
             scale = {"in_use", "cached", "handles", "host_cached"}
             account.report(**{k: v * ranks if k in scale else v for k, v in values.items()})
@@ -250,7 +251,7 @@ def join_device(
         device: UUID of the device, or ``"host"``.
         folder: the ledgers' folder; None for the default.
         name: name of the engine.
-        unique: True: fail if the name is taken; False: append a number to a taken name.
+        unique: whether to fail if the name is taken, instead of appending a number to it.
         capacity: bytes for all engines together; 0: no requirement (see `Ledger`).
         terms: further arguments of `Ledger.join`.
 

@@ -44,7 +44,7 @@ class Versions:
 
     @functools.cached_property
     def lacks(self) -> tuple[str, ...]:
-        """The symbols that are missing in the installed version."""
+        """The symbols that are missing from the installed version."""
         found = importlib.util.find_spec(self._package)
         folders = found.submodule_search_locations if found else None
         if not folders:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Extends SGLang's paged allocator to pages that may be without memory.
+"""Extends SGLang's paged allocator to pages that may have no memory.
 
 SGLang takes pages from the head of `free_pages`, a tensor on the device, often in a kernel, and
 crashes if there are too few. Here, the list of free pages is on the host; before a call that takes
@@ -31,7 +31,7 @@ from pyvmem.sglang.ranks import RankGroup, Ranks, SingleRank
 
 __all__ = ["elastic_allocator"]
 
-_QUEUED = 1024  # maximum number of queued requests that `count_waiting` looks at
+_QUEUED = 1024  # maximum number of queued requests that `count_waiting` examines
 
 
 class _Freed:
@@ -97,7 +97,7 @@ class _Allocator:
     num_pages: int
     device: Any
     free_pages: torch.Tensor
-    serves = False  # set in the first round of the scheduler's loop
+    serves = False  # set in the first iteration of the scheduler's loop
 
     def __init__(
         self, size: int, page_size: int, dtype: Any, device: Any, kvcache: Any, need_sort: bool
@@ -135,7 +135,7 @@ class _Allocator:
         return torch.tensor(self.pool.free_pages(), dtype=torch.int64, device=self.device)
 
     def _lend(self, count: int) -> bool:
-        """Sets `free_pages` to `count` backed pages; returns false if memory is short."""
+        """Sets `free_pages` to `count` backed pages; returns false if there are too few."""
         pages = self.pool.take(count)
         if pages is None:
             return False
@@ -145,7 +145,7 @@ class _Allocator:
         return True
 
     def alloc(self, need_size: int) -> Any:
-        """Allocates whole pages for `need_size` tokens; returns None if memory is short.
+        """Allocates whole pages for `need_size` tokens; returns None if memory runs out.
 
         Overrides `PagedTokenToKVPoolAllocator.alloc`.
         """
@@ -163,7 +163,7 @@ class _Allocator:
         extend_num_tokens: int,
         num_new_pages: int | None = None,
     ) -> Any:
-        """Allocates the pages of a prefill; returns None if memory is short.
+        """Allocates the pages for a prefill; returns None if memory runs out.
 
         Overrides `PagedTokenToKVPoolAllocator.alloc_extend`.
         """
@@ -181,7 +181,7 @@ class _Allocator:
         )
 
     def alloc_decode(self, seq_lens: Any, seq_lens_cpu: Any, last_loc: Any) -> Any:
-        """Allocates the pages of a decode step; returns None if memory is short.
+        """Allocates the pages for a decode step; returns None if memory runs out.
 
         Overrides `PagedTokenToKVPoolAllocator.alloc_decode`.
         """
@@ -246,7 +246,7 @@ class _Allocator:
     def check_decode_capacity(
         self, *, num_tokens: int, tree_cache: Any, requests: Any = None, spec_algorithm: Any = None
     ) -> bool:
-        """Backs the pages of a decode step. Returns false if pages or memory are short.
+        """Backs the pages for a decode step. Returns false if pages or memory run out.
 
         Overrides `PagedTokenToKVPoolAllocator.check_decode_capacity`.
         """
@@ -259,7 +259,7 @@ class _Allocator:
         )
         if not fits or self.pool.prepare(count, ask=True):
             return bool(fits)
-        # SGLang aborts a request that does not fit even by itself, so wait for other engines first.
+        # SGLang aborts a request that does not fit on its own, so wait for other engines first.
         return requests is not None and len(requests) == 1 and self.pool.wait_for(count)
 
     def create_prefill_budget(self, tree_cache: Any, *, num_mixed_decode_tokens: int = 0) -> Any:
@@ -320,7 +320,7 @@ class _Budget:
         return stock
 
     def _grant(self, tokens: int) -> bool:
-        """Backs pages for the admitted requests and `tokens` more tokens, unless memory is short.
+        """Backs pages for the admitted requests and `tokens` more tokens, as far as memory allows.
 
         Pages that SGLang can evict count as backed. Returns true if all pages are backed.
         """
@@ -363,7 +363,7 @@ class _Budget:
     def available_chunk_tokens(self, chunk_limit: int) -> int | None:
         """Backs pages for the next chunk of a partly prefilled request; returns its token count.
 
-        Such a request may exceed the budget. The result None makes it wait. Overrides
+        Such a request may exceed the budget. A result of None makes it wait. Overrides
         `PrefillBudget.available_chunk_tokens`.
         """
         pool = self.allocator.pool

@@ -60,7 +60,7 @@ def _refuse(text: str) -> NoReturn:
 
 
 def register() -> None:
-    """Registers the hooks; does nothing without ``VMEM_SGLANG=1``.
+    """Registers the hooks; does nothing unless ``VMEM_SGLANG=1``.
 
     Raises:
         SystemExit: the version is not supported, or a variable is malformed.
@@ -118,7 +118,7 @@ def _configure(original: Any, arguments: Any) -> Any:
 
 @_around("utils.common.add_prometheus_middleware")
 def _show(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Adds the ledger's numbers for this engine's ranks and replicas to ``/metrics``."""
+    """Adds the ledger's metrics for this engine's ranks and replicas to ``/metrics``."""
     from sglang.srt.runtime_context import get_server_args
 
     arguments = get_server_args()
@@ -197,19 +197,19 @@ def _receive_state(original: Any, scheduler: Any, requests: Any, *args: Any, **k
 
 @_around("managers.scheduler.Scheduler.ingest_requests")
 def _tick(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs `PagePool.tick` in every round of the scheduler's loop, even without work."""
+    """Runs `PagePool.tick` in every iteration of the scheduler's loop, even if there is no work."""
     from pyvmem.sglang.allocator import evict
 
     found = original(scheduler, *args, **kwargs)
     allocator, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
-    if not allocator.serves:  # in the first round, all CUDA graphs have been captured
+    if not allocator.serves:  # by the first iteration, all CUDA graphs have been captured
         allocator.serves = True
         allocator.pool.memory.headroom = _headroom(allocator.device)
         allocator.pool.count_waiting = partial(allocator.count_waiting, scheduler)
     again = allocator.pool.tick(
         lambda: allocator.evictable(tree), lambda pages: evict(tree, pages * allocator.page_size)
     )
-    # SGLang sets this flag if a request does not fit, and then admits none until one finishes.
+    # SGLang sets this flag if a request does not fit, and then admits none until another finishes.
     if again:
         scheduler.running_batch.batch_is_full = False
     return found

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Decides which KV pages of an SGLang engine have memory, and for how long.
 
-For SGLang, every page without a request or prefix is free. A free page is
+SGLang considers every page without a request or prefix to be free. A free page is
 
     idle       backed
     arriving   backed; its id is still being copied from the device
@@ -10,10 +10,10 @@ For SGLang, every page without a request or prefix is free. A free page is
 and only idle pages are handed out. Pages that SGLang is about to take are backed before it decides
 to take them (`prepare`), since its scheduler crashes if an allocation fails.
 
-Only the thread of SGLang's scheduler calls this module. `tick` unmaps pages that have not been
+Only SGLang's scheduler thread calls this module. `tick` unmaps pages that have not been
 needed for a while and, immediately, pages above the limit or needed by another engine. To avoid
 mapping and unmapping under a steady load, it keeps enough idle pages for the recent peak load, plus
-`VMEM_RESERVE` bytes; a thread of the pool maps them while steps run.
+`VMEM_RESERVE` bytes; the pool's own thread maps them while steps run.
 
 With tensor parallelism, each rank has a pool. All ranks make the same calls, and every decision
 depends only on state that is the same on all of them (`ranks`).
@@ -42,8 +42,8 @@ from pyvmem.sglang.ranks import Quota, Ranks, RoundState, SingleRank
 
 __all__ = ["Arrival", "PagePool", "join"]
 
-_TICK = 0.05  # seconds between rounds of `tick`
-_LOOK = 0.01  # seconds between rounds while another engine needs memory or pages are being unmapped
+_TICK = 0.05  # seconds between runs of `tick`
+_LOOK = 0.01  # seconds between runs while another engine needs memory or pages are being unmapped
 _REPORT = 0.1  # seconds between reports to the ledger and between regular checks of other engines
 _START_PATIENCE = 30.0  # seconds to wait for other engines to make room for page 0
 _LAST_PATIENCE = 2.0  # seconds to wait for room if no other request is running
@@ -149,7 +149,7 @@ class PagePool:
         allocated: number of pages handed out.
         short: true if a request is short of memory and the ledger shows the shortage.
         admits: true if requests may be admitted.
-        waits: number of growths that steps have waited for.
+        waits: number of grow operations that steps have waited for.
         hits, queries: number of tokens found in the prefix cache, and number of tokens looked up.
         count_waiting: a function that returns how many pages queued requests need in addition to
             the evictable pages.
@@ -243,11 +243,11 @@ class PagePool:
     # ---- demand ----------------------------------------------------------------------------------
 
     def prepare(self, count: int, *, ask: bool = False) -> bool:
-        """Backs pages until `count` are ready. Returns false if memory is short.
+        """Backs pages until `count` are ready. Returns false if memory runs out.
 
         Args:
             count: number of pages.
-            ask: whether to post a shortage of memory to the ledger.
+            ask: whether to post a memory shortage to the ledger.
         """
         now = self.ranks.now()
         self._peak.note(now, self.allocated + count)
@@ -258,7 +258,7 @@ class PagePool:
         if lacks > 0 and now >= self._refused + _BACKOFF:
             if not self.ranks.alone:
                 self.quota.pressure()  # the ranks agree on the current numbers
-            # Back more than needed, so that the step's other requests need no calls of their own.
+            # Back more than needed, so that the step's other requests do not each need a call.
             if not self._back(lacks + self._ahead):
                 self._refused = now
         lacks = count - self.ready
@@ -301,7 +301,7 @@ class PagePool:
         """Hands out `count` pages, from the fullest physical pages first.
 
         Returns:
-            The pages, or None if memory is short.
+            The pages, or None if memory runs out.
         """
         if not self.prepare(count):
             return None
@@ -350,7 +350,7 @@ class PagePool:
         return self._finish(growth) >= count
 
     def _finish(self, growth: Growth) -> int:
-        """Records a growth, which fails unless all ranks succeeded; returns its page count."""
+        """Records a grow operation, which fails if any rank failed; returns its page count."""
         if growth.runs and not self.ranks.alone:
             (every,) = self.ranks.least(growth.failure is None)
             if growth.failure is None and not every:
@@ -425,7 +425,7 @@ class PagePool:
             self._answer_call()
 
     def _is_called(self, now: float) -> bool:
-        """Returns true if another engine needs memory, or freed some while this one is short."""
+        """Returns true if another engine needs memory, or freed some that this one needs."""
         return now >= self._ticked + _LOOK and self._signals.take(self.short)
 
     def _answer_call(self) -> None:

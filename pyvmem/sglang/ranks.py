@@ -3,11 +3,11 @@
 
 SGLang has a scheduler on each tensor-parallel rank. All receive the same requests in each round and
 then decide independently, so a decision must have the same inputs on every rank. Most inputs are
-the same anyway: free pages, a request's pages, prefixes. The ranks agree on the others, always at
+the same anyway: free pages, a request's pages, prefixes. The ranks agree on the rest, always at
 the same point in a round:
 
     bytes that device and ledger allow      the minimum over all ranks
-    result of a growth                      success if all ranks succeeded
+    result of a grow operation              success if all ranks succeeded
     finished releases                       those that have finished on all ranks
     time, finished copies, signals          those of rank 0, sent with the requests as `RoundState`
 
@@ -33,7 +33,7 @@ class RoundState:
         now: rank 0's time in seconds.
         arrived: number of `Arrival` copies that have completed since the start.
         mapped: true if a background growth has finished.
-        called: true if another engine asked for memory, or freed some while rank 0 was short.
+        called: true if another engine asked for memory, or freed some that rank 0 needed.
     """
 
     now: float
@@ -47,7 +47,7 @@ class Quota(backing.Quota, Protocol):
 
     @property
     def limit(self) -> int:
-        """The most bytes that the rank may use."""
+        """Maximum bytes that the rank may use."""
 
     @property
     def used(self) -> int:
@@ -64,7 +64,7 @@ class Quota(backing.Quota, Protocol):
         """See `LedgerQuota.signals`."""
 
     def report(self, **values: int) -> None:
-        """Posts the numbers that `vmem top` shows."""
+        """Posts the metrics that `vmem top` shows."""
 
 
 class Ranks(Protocol):
@@ -257,7 +257,7 @@ class AgreedQuota:
         return -excess, not fair
 
     def want(self, nbytes: int) -> None:
-        """Posts a shortage of `nbytes` bytes to the ledger; 0 withdraws the shortage."""
+        """Posts a shortage of `nbytes` bytes to the ledger; 0 withdraws it."""
         self._quota.want(nbytes)
 
     def signals(self) -> tuple[int, int]:
@@ -265,7 +265,7 @@ class AgreedQuota:
         return self._quota.signals()
 
     def report(self, **values: int) -> None:
-        """Posts this rank's numbers for `vmem top`."""
+        """Posts this rank's metrics for `vmem top`."""
         self._quota.report(**values)
 
     def close(self) -> None:

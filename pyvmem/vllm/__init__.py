@@ -25,7 +25,7 @@ The scheduler's process:
 
 KV offloading:
 
-    offload         which connectors are supported; puts our offloading spec in place of vLLM's
+    offload         checks the connector; replaces vLLM's offloading spec with ours
     offload_spec    the spec for host memory, whose copies accept the pool's addresses
     offload_tiers   the spec for further tiers below host memory
     offload_holds   blocks that stay mapped until they are stored; part of the scheduler

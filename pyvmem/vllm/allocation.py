@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Places vLLM's KV tensors on the pool's memory, without replacing a vLLM function.
 
-vLLM's worker allocates each KV tensor as int8 with one call of `torch.zeros`, in the context that
+vLLM's worker allocates each KV tensor as int8 with one call to `torch.zeros`, in the context that
 its method `_maybe_get_memory_pool_context` returns. Our worker's method returns a `KVTensorMode`, a
 torch mode in which these calls return the pool's tensors. The number of tensors depends on the
 version:
@@ -45,7 +45,7 @@ def backends_refusing_plain(vllm_config: Any, kv_cache_config: Any) -> list[str]
 
 
 class KVTensorMode(TorchFunctionMode):
-    """A torch mode in which `torch.zeros` of int8 returns the next tensor from `tensors`.
+    """A torch mode in which int8 `torch.zeros` calls return the next tensor from `tensors`.
 
     Calls with another size or type go to torch.
     """
@@ -81,7 +81,7 @@ def place_tensors(kv_cache_config: Any, open_memory: OpenMemory) -> tuple[Any, K
     """Creates the KV tensors of a `KVCacheConfig`; called in each worker.
 
     Returns:
-        The configuration, with new offsets for layers that have to start on a page, and the mode in
+        The configuration, with new offsets for layers that must be page-aligned, and the mode in
         which vLLM must allocate the tensors.
 
     Raises:

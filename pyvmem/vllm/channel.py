@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: MIT
 """Calls from the scheduler to the `KVMemory` of a rank in another process.
 
-A growth needs an answer before vLLM may use a block, an idle engine runs no step that could carry a
-message, and vLLM's own calls to its workers queue behind the steps in flight. So these calls use a
-separate connection: a Unix socket that only the engine's user can open, or TCP to a rank on another
-machine (`rank_discovery`). Releases of a busy engine are sent with vLLM's `SchedulerOutput`.
+Ranks must confirm that a block is mapped before vLLM may use it, an idle engine runs no steps that
+could carry messages, and vLLM's own calls to its workers queue behind the steps in flight. So these
+calls use a separate connection: a Unix socket that only the engine's user can open, or TCP to a
+rank on another machine (`rank_discovery`). A busy engine's releases are sent with vLLM's
+`SchedulerOutput`.
 
 A message is JSON, preceded by its length in four bytes: ``[operation, argument]`` to the rank, and
 ``[failure, result]`` back.
@@ -41,7 +42,7 @@ __all__ = ["LocalRank", "Rank", "RankLost", "Ranks", "Server", "SocketRank", "ne
 
 _LENGTH = struct.Struct("!I")
 _SWITCH = 0.0005  # the interpreter's switch interval in a worker, in seconds
-_TIMEOUT = 120.0  # seconds without an answer after which a rank counts as lost
+_TIMEOUT = 120.0  # seconds without an answer before a rank is considered lost
 _GREETING = 10.0  # seconds within which a client must send the secret
 _CLOSING = 10.0  # seconds that a rank waits for calls in progress when it shuts down
 
@@ -143,7 +144,7 @@ class Server:
         self._start(self._socket, is_this_user)
 
     def listen(self, host: str) -> tuple[str, int, str]:
-        """Starts serving a TCP port at address `host`, for clients that send a secret first.
+        """Starts serving on a TCP port of `host`, for clients that send a secret first.
 
         Returns:
             The host, the port and the secret.
@@ -224,10 +225,10 @@ class Rank(Protocol):
     def ask(self, name: str, argument: Any = None) -> Callable[[], Any]:
         """Starts an operation of `LocalRank`; returns a function that waits for its result.
 
-        The same thread must call that function.
+        That function must be called by the same thread.
 
         Raises:
-            RankLost: the rank did not answer; the returned function may raise this, too.
+            RankLost: the rank did not answer; the returned function may also raise this.
         """
 
     def device(self) -> str:
@@ -295,7 +296,7 @@ class LocalRank:
 
         Returns:
             Releases that finished since the last poll (`KVMemory.finished`), free bytes, the number
-            of driver mappings, and whether the rank waits for `end_drain`.
+            of driver mappings, and whether the rank is waiting for `end_drain`.
         """
         memory = self.memory
         finished = list(memory.finished().items())
@@ -310,7 +311,7 @@ class LocalRank:
         return self.memory.move(copies, step)
 
     def compact(self, nbytes: int, step: int) -> int:
-        """Calls `KVMemory.compact`; returns 0 if it failed, which changes nothing."""
+        """Calls `KVMemory.compact`; returns 0 if it failed."""
         try:
             return self.memory.compact(nbytes, step)
         except VMemError:
@@ -402,7 +403,7 @@ class SocketRank:
         try:
             failure, result = _receive(self._socket)
         except (OSError, EOFError) as error:
-            self.close()  # a late answer would be taken for the answer to the next call
+            self.close()  # a late answer would be mistaken for the next call's
             raise RankLost(f"no answer from a rank: {error!r}") from error
         finally:
             self._lock.release()
@@ -480,12 +481,12 @@ class Ranks:
         return found
 
     def geometry(self) -> Geometry:
-        """Returns the ranks' geometry; each class has the most tensors that any rank has in it.
+        """Returns the ranks' geometry; each class has the maximum number of tensors on any rank.
 
         Pipeline stages may differ in their number of layers.
 
         Raises:
-            RuntimeError: the ranks differ in anything else.
+            RuntimeError: the ranks differ in any other way.
         """
         found = [rank.geometry() for rank in self.ranks]
         alike = {
@@ -524,7 +525,7 @@ class Ranks:
         self._all("release", [number, runs, after_step])
 
     def move(self, copies: list[tuple[int, int]], step: int) -> bool:
-        """Calls `KVMemory.move` on every rank; returns false if one has not launched the step."""
+        """Calls `KVMemory.move` on every rank; returns false if any has not launched the step."""
         return all(self._all("move", [copies, step]))
 
     def poll(self) -> None:
@@ -535,19 +536,19 @@ class Ranks:
             for finished, *_ in answers:
                 for number, failure in finished:
                     self._answers.setdefault(number, []).append(failure)
-            if growths == self._growths:  # otherwise a growth has returned a newer value
+            if growths == self._growths:  # otherwise `grow` has stored a newer value
                 self._free = _least(free for _, free, *_ in answers)
             self.mappings = max(mappings for *_, mappings, _ in answers)
             self.draining = any(draining for *_, draining in answers)
             self._heard = True
 
     def end_drain(self) -> None:
-        """Tells sleeping ranks that all memory that no request holds has been unmapped."""
+        """Tells sleeping ranks that all memory not held by requests has been unmapped."""
         self._all("end_drain")
         self.draining = False
 
     def finished(self) -> dict[int, str | None]:
-        """Returns the releases that all ranks have finished: maps each number to an error or None.
+        """Returns the releases finished on all ranks, as a map from number to error or None.
 
         Each release is returned only once.
         """
@@ -564,7 +565,7 @@ class Ranks:
         return max(map(int, self._all("compact", [nbytes, step])))
 
     def free(self) -> int | None:
-        """Returns the number of bytes that every rank could map at the last growth or `poll`.
+        """Returns how many bytes every rank could map as of the last `grow` or `poll`.
 
         Returns None on the CPU, where the number is unknown.
         """
@@ -573,7 +574,7 @@ class Ranks:
         return self._free
 
     def total(self) -> int:
-        """Returns the least memory that any rank has, in bytes; ranks on one device share it."""
+        """Returns the minimum memory per rank in bytes; ranks on one device divide its total."""
         devices = [rank.device() for rank in self.ranks]
         return min(
             rank.total() // devices.count(device)

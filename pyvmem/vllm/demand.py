@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Backs the blocks that vLLM is about to take, before vLLM compares them with the free blocks.
 
-In most steps, most requests take no block, and a call per request would dominate the pool's cost.
+In most steps, most requests take no blocks, and a call per request would dominate the pool's cost.
 A request that computes its next token takes at most `most` blocks: while `most` are free, vLLM's
 comparison cannot fail, and blocks are backed when taken. So a step starts in one of three modes:
 
@@ -11,15 +11,15 @@ comparison cannot fail, and blocks are backed when taken. So a step starts in on
                  token, or the last step did not reach a waiting request
 
 A step becomes watched when the check finds fewer than `most` free blocks, and when vLLM looks up a
-request's prefix to admit it. In a watched step, each request's demand is computed before vLLM
-compares.
+request's prefix to admit it. In a watched step, each request's demand is computed before vLLM's
+comparison.
 
 vLLM admits a request if its whole prompt fits, and then computes it in chunks. The pool also
 requires memory for the whole prompt, but backs only the first chunk, since backing a long prompt
 would delay the step.
 
 vLLM's functions are replaced once; only the target of the replacement changes from step to step. A
-`partial` adds almost nothing to a call, and does not conflict with other tools' patches.
+`partial` adds almost no overhead to a call, and does not conflict with other tools' patches.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["Demand"]
 
 
 def _redirect(call: partial[Any], to: Callable[..., Any]) -> None:
-    """Changes the function that the partial `call` calls to `to`."""
+    """Makes the partial `call` call the function `to`."""
     call.__setstate__((to, (), {}, None))  # type: ignore[attr-defined]
 
 
@@ -61,7 +61,7 @@ class Demand:
         elastic: the engine that backs its blocks.
 
     Attributes:
-        most: the most blocks that a request can take in a step that computes its next token.
+        most: maximum blocks that a request can take in a step that computes its next token.
     """
 
     def __init__(self, scheduler: Any, elastic: ElasticEngine) -> None:
@@ -72,7 +72,7 @@ class Demand:
         speculative = scheduler.vllm_config.speculative_config
         tokens = 1 + 2 * (speculative.num_speculative_tokens if speculative else 0)
         specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
-        # Context parallelism splits a block's tokens over the ranks.
+        # Context parallelism splits a block's tokens across the ranks.
         managers = manager.coordinator.single_type_managers
         self._block_sizes = [one.block_size for one in managers]
         self.most = self._blocks(tokens) + sum(map(_copies, specs))
@@ -194,12 +194,11 @@ class Demand:
 
     def _count(self, *args: Any, **kwargs: Any) -> int:
         count: int = self._count_blocks(*args, **kwargs)
-        # vLLM returns such a count to make a request wait for a state that this step computes.
+        # vLLM returns so high a count to make a request wait for a state that this step computes.
         if count > self.pool.num_gpu_blocks:
             return count
-        if count or self._margin:  # otherwise the request takes no block
-            # Blocks of a prefix hit that no request uses leave the free queue too; they are already
-            # backed.
+        if count or self._margin:  # otherwise the request takes no blocks
+            # Unused blocks of a prefix hit also leave the free queue; they are already backed.
             hit = kwargs.get("new_computed_blocks", args[2] if len(args) > 2 else ())
             held = sum(not b.ref_cnt and not b.is_null for group in hit for b in group)
             whole = kwargs.get("apply_admission_cap", False)

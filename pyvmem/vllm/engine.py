@@ -54,11 +54,11 @@ _BACKOFF = 0.02  # seconds between attempts to grow while a request waits for me
 _PATIENCE = 0.25  # seconds between attempts to grow otherwise
 _START_PATIENCE = 30.0  # seconds to wait for other engines to make room for the null block
 _RESERVE = 256 << 20
-_RECENT = 5.0  # seconds over which the largest step sets how much is backed ahead
+_RECENT = 5.0  # window in seconds; its largest step determines how much is backed ahead
 _MOST_RESERVE = 1024  # blocks
 # prefixes move if mapped/live bytes exceed this ratio for this many seconds
 _SPREAD, _SPREAD_FOR = 1.25, 1.0
-_ROUNDS = 4  # rounds of eviction per check of other engines' needs
+_ROUNDS = 4  # eviction passes per check of other engines' needs
 
 log = logging.getLogger("vllm.vmem")
 
@@ -81,7 +81,7 @@ class ElasticEngine:
         publish_events: a function that publishes the evictions since the last step as KV events.
         may_gather: whether a request has run since `gather` last freed blocks.
         asleep: whether `vmem` had ordered the engine to sleep at the last check; a sleeping engine
-            admits no request.
+            does not admit requests.
 
     Raises:
         ValueError: the limit is too small for one request, or exceeds the device's memory.
@@ -112,7 +112,7 @@ class ElasticEngine:
             )
         self.least = least
         self.quota = self._join(config, min(limit, virtual), virtual)
-        self._limit = self.quota.limit  # the limit as of the keeper's last round
+        self._limit = self.quota.limit  # the limit as of the keeper's last pass
         self.backing = Backing(geometry, self.quota)
         self.waits = self.hits = self.queries = 0
         reserve = self.settings.reserve if self.settings.reserve is not None else _RESERVE
@@ -134,7 +134,7 @@ class ElasticEngine:
         self.count_waiting: Callable[[], int] = lambda: 0
         self.count_queued: Callable[[], int] = lambda: 0
         self.publish_events: Callable[[], None] = lambda: None
-        self._refused = -math.inf  # time of the last growth that fell short
+        self._refused = -math.inf  # time of the last attempt to grow that fell short
         self._step = self._ended = 0
         self._peak = Peak(self.settings.idle)  # tracks the peak number of blocks with contents
         self._busy_until = 0.0
@@ -290,7 +290,7 @@ class ElasticEngine:
         self._ended = step
 
     def order_transfers(self, metadata: Any) -> list[int]:
-        """Records the KV transfers that the last numbered step orders.
+        """Records the KV transfers that the last numbered step requests.
 
         Returns:
             Ids of stores that the workers must not start.
@@ -306,7 +306,7 @@ class ElasticEngine:
             self._let_idle(self.holds.report(done))
 
     def _let_idle(self, blocks: Iterable[int]) -> None:
-        """Marks blocks that are no longer held as idle, unless used, cached or unbacked."""
+        """Marks blocks whose hold has ended as idle, unless they are used, cached or unbacked."""
         every = (self.pool.blocks[one] for one in blocks if self.backing.is_backed(one))
         self.idle.add(
             block.block_id
@@ -337,7 +337,7 @@ class ElasticEngine:
         """Frees all blocks except the null block, even prefixes, if no request holds a block.
 
         The keeper calls this, without `lock`, if the engine was ordered to sleep or a rank sleeps
-        without the scheduler's knowledge. Stock vLLM loses its KV cache in these cases, too.
+        without the scheduler's knowledge. Stock vLLM also loses its KV cache in these cases.
         """
         try:
             with self.lock:
@@ -417,11 +417,10 @@ class ElasticEngine:
         return min(max(count + self._batch, self.count_waiting()), self._most_ahead)
 
     def gather(self, count: int) -> None:
-        """Retires all free blocks, if a refused request then fits.
+        """Retires all free blocks if a refused request would then fit.
 
         Scattered blocks use only part of their pages. So the engine may have enough memory for the
-        next request, but not in usable blocks, and no request may be running that would free some
-        when it finishes.
+        next request, but not in usable blocks, and there may be no running request to free some.
 
         Args:
             count: number of blocks that the next request needs.
@@ -466,7 +465,7 @@ class ElasticEngine:
     # ---- questions -------------------------------------------------------------------------------
 
     def backed_blocks(self) -> int:
-        """Returns the number of backed blocks, the null block included."""
+        """Returns the number of backed blocks, including the null block."""
         growing = len(self._background.blocks) if self._background else 0
         return int(self.pool.num_gpu_blocks) - self.backing.unbacked - growing
 
@@ -474,7 +473,7 @@ class ElasticEngine:
     def has_more(self) -> bool:
         """True if, at the last check, another engine waited while this one exceeded its share.
 
-        The engine then admits no further request while others run. Otherwise an engine with a queue
+        The engine then admits no more requests while others run. Otherwise an engine with a queue
         would never give memory back, since each finished request makes room for the next.
         """
         return self._has_more
@@ -490,7 +489,7 @@ class ElasticEngine:
         return min(1.0, self.used_blocks() / max(1, most))
 
     def live_bytes(self) -> int:
-        """Returns the size in bytes of all pages with a used or cached block or the null block."""
+        """Returns the bytes of all pages that hold used or cached blocks or the null block."""
         every = range(self.pool.num_gpu_blocks)
         return self.backing.live_bytes(
             b for b in every if self.backing.is_backed(b) and b not in self.idle
@@ -499,7 +498,7 @@ class ElasticEngine:
     # ---- the keeper ------------------------------------------------------------------------------
 
     def _keeper_round(self, woken: bool = True) -> bool:
-        """Runs a round of the keeper if it was woken, is due or another engine calls for it.
+        """Runs a keeper pass if the keeper was woken, a pass is due or another engine requests it.
 
         Returns:
             False if the keeper must stop.
@@ -513,7 +512,7 @@ class ElasticEngine:
             self.tick(called=called)
             if self.ranks.draining or self.asleep:
                 self._let_go()
-        except RankLost as error:  # vLLM notices a lost rank by itself, unless it stopped the rank
+        except RankLost as error:  # vLLM detects a lost rank itself, unless it stopped the rank
             log.debug("vmem: the keeper stops: %s", str(error))
             return False
         except Exception:
@@ -523,13 +522,13 @@ class ElasticEngine:
         return True
 
     def _pause(self) -> float:
-        """Returns the seconds until the keeper's next round; running steps wake it earlier."""
+        """Returns the seconds until the keeper's next pass; running steps wake it earlier."""
         now = time.monotonic()
         stepping = now < self._busy_until - self.settings.idle + _TICK
         return max(_LOOK, self._next - now) if stepping else _LOOK
 
     def tick(self, force: bool = False, called: bool = False) -> None:
-        """Runs a round of the keeper: frees idle memory, and backs blocks ahead of need.
+        """Runs a keeper pass: frees idle memory, and backs blocks ahead of need.
 
         Called without `lock`.
 
@@ -593,7 +592,7 @@ class ElasticEngine:
         )
 
     def _live_blocks(self) -> int:
-        """Returns the number of used and cached blocks, the null block included."""
+        """Returns the number of used and cached blocks, including the null block."""
         return self.backed_blocks() - len(self.idle)
 
     def _give_back(self, long_idle: bool) -> None:
@@ -674,7 +673,7 @@ class ElasticEngine:
         return len(found)
 
     def _retire(self, blocks: list[int]) -> int:
-        """Removes idle blocks from vLLM's free queue; returns how many bytes of pages are freed."""
+        """Removes idle blocks from vLLM's free queue; returns the number of bytes freed."""
         self.idle.remove(blocks)
         self.holds.overwrite(blocks)
         for one in blocks:
@@ -694,7 +693,7 @@ class ElasticEngine:
         return found
 
     def _move_by_call(self) -> None:
-        """Moves prefixes by a call to the ranks, since the next step may come much later."""
+        """Moves prefixes in a call to the ranks, since the next step may come much later."""
         found = self.mover.pick()
         if self.ranks.move(found, self._step):
             self.mover.done(found)
@@ -703,7 +702,7 @@ class ElasticEngine:
             self.mover.undo(found)
 
     def _send_by_call(self) -> None:
-        """Sends releases by a call to the ranks, since the next step may come much later.
+        """Sends releases in a call to the ranks, since the next step may come much later.
 
         The ranks unmap the pages after the last step.
         """
@@ -720,7 +719,7 @@ class ElasticEngine:
                     log.warning("vmem: pages cannot be unmapped, will retry: %s", str(failure))
 
     def _may_back_ahead(self, now: float) -> bool:
-        """Returns true if too few blocks are idle, and no growth has failed recently."""
+        """Returns true if too few blocks are idle and no attempt to grow has failed recently."""
         if self._background is not None or now < self._refused + _PATIENCE:
             return False
         return len(self.idle) < self._ahead - self._batch

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: MIT
 """Moves prefixes between blocks, so that whole pages become free; part of the scheduler.
 
-Pages with few prefixes and no block of a request are *victims*. Their contents move to idle blocks
+Pages with few prefixes and no request's blocks are *victims*. Their contents move to idle blocks
 of fuller pages: the ranks copy them before a step, or right away if no step is due. Each prefix
 then has a new block, at the same position in the eviction order, and requests can still hit it.
 
-    choose          selects victims whose contents fit elsewhere, starting with the least to copy
+    choose          selects victims whose contents fit elsewhere, those with the least to copy first
     pick            returns the next copies, for the ranks to make
     done, undo      records them in vLLM's pool, or reverts `pick`
 
-A victim's pages then hold only idle blocks, and are freed like any other such page.
+A victim's pages then hold only idle blocks, and are freed like any other idle page.
 """
 
 from __future__ import annotations

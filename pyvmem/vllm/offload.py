@@ -107,7 +107,7 @@ def _others(name: str, transfer: Any) -> Iterator[str]:
 
 
 def _tiers(tiers: Any) -> Iterator[str]:
-    """Yields errors in the configuration of lower tiers that vLLM would report late or never."""
+    """Yields lower-tier configuration errors that vLLM would report late or not at all."""
     if not isinstance(tiers, list) or not all(isinstance(one, dict) for one in tiers):
         yield f"secondary_tiers={tiers!r} (expected a list of configurations)"
         return
@@ -146,7 +146,7 @@ def _sizes(asked: Any) -> Iterator[str]:
 
 
 def host_bytes(config: Any) -> int:
-    """Returns how many bytes of host memory all ranks use for offloading; 0 without offloading."""
+    """Returns how many bytes of host memory all ranks use for offloading; 0 if it is disabled."""
     transfer = config.kv_transfer_config
     if getattr(transfer, "kv_connector", None) != "OffloadingConnector":
         return 0
@@ -161,7 +161,7 @@ def select(config: Any) -> None:
     extra = transfer.kv_connector_extra_config
     name, module = _SPECS[extra.get("spec_name")]
     extra.update(spec_name=name, spec_module_path=module)
-    # An idle engine drops the prefixes on the GPU, so generated tokens must be loadable, too.
+    # An idle engine drops the prefixes on the GPU, so generated tokens must also be loadable.
     extra.setdefault("offload_prompt_only", False)
 
 
@@ -175,7 +175,7 @@ def _transferrer() -> Any:
 
 
 def clear() -> None:
-    """Shuts down the connector that a failed start of an engine has left in this process.
+    """Shuts down the connector that a failed engine start has left in this process.
 
     vLLM would reuse the connector for the next engine, whose KV tensors have other addresses.
     """

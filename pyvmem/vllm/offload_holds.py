@@ -4,8 +4,8 @@
 vLLM frees a request's blocks when the request ends, stores them a step or two later, and relies on
 their contents until then. The pool could unmap them in between. So a block is *held*
 
-    from its release by a finished request to the next step, which orders the request's stores
-    from the step that orders a store to the report that the store is done
+    from its release by a finished request to the next step, which issues the request's stores
+    from the step that issues a store to the report that the store is done
 
 A held block is not unmapped, evicted to be unmapped, or moved. vLLM ensures that blocks being
 loaded belong to their request until the load is done, even if the request is aborted.
@@ -29,7 +29,7 @@ WORTH = 1.0  # blocks are held for stores until this many seconds after the last
 
 @dataclass
 class _Store:
-    """A store to host memory that a step has ordered.
+    """A store to host memory that a step has issued.
 
     Attributes:
         step: number of that step; the workers start the store no later than the next step.
@@ -229,8 +229,8 @@ class Holds:
     def expire(self, ended: int) -> list[int]:
         """Releases all held blocks, since no step has come for a while; returns them.
 
-        Drops the stores that the workers may not have started. They started those that were ordered
-        before step `ended`, and unmap no block before its store is done.
+        Drops the stores that the workers may not have started. They have started those issued
+        before step `ended`, and do not unmap a block before its store is done.
 
         Args:
             ended: the last step whose output was processed.

@@ -130,7 +130,7 @@ class VMemOffloadingSpec(OffloadingSpecMixin, CPUOffloadingSpec):  # type: ignor
 
 
 class _Group(NamedTuple):
-    """The tensors of a group of layers; each attribute is an int64 column with a value per tensor.
+    """The tensors of a layer group; each attribute is an int64 column with a value per tensor.
 
     Attributes:
         base: address of the tensor.
@@ -164,8 +164,8 @@ class _Direction:
     """Runs the transfers in one direction, in order.
 
     The transfers of a step are collected and started as a single copy, since starting a copy takes
-    the host most of a millisecond, whatever its size, and a step of 16 requests may store a block
-    for each request.
+    the host most of a millisecond regardless of its size, and a step of 16 requests may store a
+    block for each request.
 
     Args:
         pieces: computes the pieces to copy for a list of transfers.

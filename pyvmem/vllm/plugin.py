@@ -3,8 +3,8 @@
 
 vLLM calls `register` in every process, before it creates a configuration. With ``VMEM_VLLM=1`` each
 configuration from `EngineArgs.create_engine_config` is checked and given our worker and scheduler,
-as ``--worker-cls`` and ``--scheduler-cls`` would. A configuration made by hand is checked when an
-executor starts with it.
+as ``--worker-cls`` and ``--scheduler-cls`` would. A manually created configuration is checked when
+an executor starts with it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class CannotWork(ValueError):
 def register() -> None:
     """Wraps the functions with which vLLM creates a configuration and starts an executor.
 
-    Does nothing without ``VMEM_VLLM=1``. vLLM calls this in each of its processes. The wrappers
+    Does nothing unless ``VMEM_VLLM=1``. vLLM calls this in each of its processes. The wrappers
     read the variable again for each configuration.
 
     Raises:
@@ -128,7 +128,7 @@ def configure(config: Any) -> None:
 def _instance_of(config: Any) -> str:
     """Returns a unique instance id, since vLLM's five-digit ids may collide between engines.
 
-    Each API server creates the configuration again, and gets the id from its parent process through
+    Each API server recreates the configuration, and gets the id from its parent process through
     an environment variable.
     """
     rank = getattr(config.parallel_config, "_api_process_rank", 0)

@@ -116,7 +116,7 @@ def join_ledgers(
     free: Callable[[], int | None],
     **terms: int,
 ) -> LedgerQuota:
-    """Opens accounts in the ledgers of all devices of an engine, each on its own machine.
+    """Opens accounts for all of an engine's devices, each in the ledger on the device's machine.
 
     Args:
         ranks: all ranks of the engine.

@@ -2,10 +2,10 @@
 """vLLM's schedulers, over blocks that may have no memory.
 
 vLLM's block pool works as usual, but its free queue contains only backed blocks. Before vLLM
-compares a request's demand with the free blocks, `Demand` backs as many as it can. If memory is
-short, vLLM finds too few free blocks, and lets requests wait or preempts them as usual.
+compares a request's demand with the free blocks, `Demand` backs as many as it can. If memory
+runs out, vLLM finds too few free blocks, and lets requests wait or preempts them as usual.
 
-`ElasticEngine.lock` is held whenever vLLM's scheduler runs; the keeper's thread takes it, too.
+`ElasticEngine.lock` is held whenever vLLM's scheduler runs; the keeper thread also takes it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ __all__ = ["ElasticAsyncScheduler", "ElasticScheduler", "StepOrders"]
 
 @dataclass
 class StepOrders:
-    """The pool's orders for one step, which the workers get as `SchedulerOutput.vmem`.
+    """The pool's commands for one step, sent to the workers as `SchedulerOutput.vmem`.
 
     Attributes:
         step: number of the step, from 1.
-        releases: (number, runs) pairs: pages to unmap, which no step from this one on touches.
+        releases: pages to unmap, as (number, runs) pairs; this and later steps do not access them.
         dropped: ids of stores to host memory that the worker must skip.
-        moves: (source, destination) pairs of blocks to copy before the step.
+        moves: blocks to copy before the step, as (source, destination) pairs.
     """
 
     step: int
@@ -47,7 +47,7 @@ def _exclude_unbacked_blocks(pool: Any, elastic: ElasticEngine) -> None:
 
     The pool counts every block that is not in its free queue. This function replaces methods of the
     object rather than its class: attribute lookup is slower in an object whose class was changed,
-    and vLLM looks attributes up for every request of every step.
+    and vLLM looks attributes up for every request in every step.
     """
     reset = pool.reset_prefix_cache
 
@@ -63,7 +63,7 @@ def _exclude_unbacked_blocks(pool: Any, elastic: ElasticEngine) -> None:
 
 
 class _Elastic:
-    """A mixin that runs vLLM's scheduler, the next class in the MRO, with the engine's lock."""
+    """A mixin that runs vLLM's scheduler, the next class in the MRO, under the engine's lock."""
 
     elastic: ElasticEngine
 

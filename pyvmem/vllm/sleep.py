@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """A sleep back end for vLLM's weights, in the worker's process.
 
-The weights are loaded into a `VMemPool`, which can free their memory and keep their addresses, so
+The weights are loaded into a `VMemPool`, which can free their memory but keep their addresses, so
 that CUDA graphs stay valid. The KV cache needs no back end: vLLM resets the prefixes before it
 sleeps, and a paused `ElasticEngine` frees all memory that no request or prefix holds.
 """
@@ -57,7 +57,7 @@ class VMemSleepBackend(SleepModeBackend):  # type: ignore[misc]
         Overrides `SleepModeBackend.suspend`.
 
         Raises:
-            VMemError: host memory is short, or a driver call failed; nothing changed.
+            VMemError: host memory ran out, or a driver call failed; nothing changed.
         """
         for pool in _pools:
             pool.pause(_TAG, keep=level == 1)

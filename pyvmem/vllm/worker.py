@@ -80,7 +80,7 @@ class ElasticWorker:
     def _count_others(self) -> int:
         """Returns how many bytes other engines hold on this GPU, according to the ledger.
 
-        Returns 0 on a CPU, without a ledger, or if the ledger cannot be read.
+        Returns 0 on a CPU, or if there is no ledger or it cannot be read.
         """
         if self.device.type != "cuda" or self._settings.ledger is None:
             return 0
@@ -282,7 +282,7 @@ class ElasticWorker:
         return output
 
     def execute_dummy_batch(self) -> None:
-        """Runs a dummy batch on the null block, as a rank without requests must.
+        """Runs a dummy batch on the null block, as ranks without requests must.
 
         The block tables are cleared first, since the V2 runner of 0.26 leaves blocks of finished
         requests in them. Overrides `Worker.execute_dummy_batch`.
