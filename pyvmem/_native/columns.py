@@ -2,7 +2,7 @@
 """Finds and grows the slots that need pages, in C (_columns.c).
 
 found = columns.scan(lengths)                    # slots short of pages for these lengths
-grown = columns.plan(ops)                        # writes their map operations, if these suffice
+grown = columns.plan(ops)                        # writes their map operations, or returns None
 extend(vm, [columns], ops, n, outcome, waits)    # runs the batch and updates the slots
 """
 
@@ -84,8 +84,8 @@ class Waits:
 class Waiting:
     """Counts a wait, from construction to the end of its ``with`` block.
 
-    It is a class and not a generator for speed: every step that needs several map calls creates
-    one.
+    It is a class rather than a generator, for speed: every step that needs several map calls
+    creates one.
     """
 
     __slots__ = ("_vm", "_wait", "_waits")
@@ -103,13 +103,13 @@ class Waiting:
 
 
 class Grown(NamedTuple):
-    """A planned growth.
+    """The totals of a planned grow operation.
 
     Attributes:
         ops: number of operations written.
-        added: pages per tensor that the growth maps, summed over all slots.
+        added: pages per tensor that the operation maps, summed over all slots.
         reused: the part of `granting` that is already mapped.
-        granting: pages per tensor that the growth grants, summed over all slots.
+        granting: pages per tensor that the operation grants, summed over all slots.
     """
 
     ops: int
@@ -119,13 +119,13 @@ class Grown(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """The slots in the last planned growth; each list has one item per growing slot.
+    """The slots that the last `plan` grows; each list has one item per slot.
 
     Attributes:
         slots: indices of the slots.
-        mapped: pages per tensor before the growth.
-        goals, pages: mapped and granted pages per tensor after the growth.
-        large_end: `Slot.large_end` after the growth.
+        mapped: pages per tensor before growing.
+        goals, pages: mapped and granted pages per tensor after growing.
+        large_end: `Slot.large_end` after growing.
     """
 
     slots: list[int]
@@ -304,7 +304,7 @@ class Columns:
     def spare(self) -> int:
         """The number of device pages per tensor that slots can give up or are already unmapping.
 
-        Excludes slots that lost rows or have a growth in flight.
+        Excludes slots that lost rows or are still being grown.
         """
         return int(lib.pyvmem_spare(self._at))
 

@@ -36,8 +36,8 @@ def open(
 ) -> None:
     """Makes `vm` the context for torch's allocations on a device.
 
-    Every free waits for the GPU work of `primary`, which must live until `close`; None: frees do
-    not wait.
+    Every free waits for GPU work in `primary`, which must live until `close`; None: frees do not
+    wait.
     """
     gpu = ffi.NULL
     if primary is not None:
@@ -64,7 +64,7 @@ set_tag: Callable[[int], int] = lib.pyvmem_torch_tag
 def pause(device: int, tag: int, save: Any, outcome: Outcome | None = None) -> None:
     """Unmaps a tag's blocks.
 
-    If `save` is not None, the blocks' contents are saved to it; it is a writable buffer.
+    The blocks' contents are saved to `save`, a writable buffer, unless it is None.
     """
     if save is None:
         call(lib.pyvmem_torch_pause, cell_of(outcome), device, tag, ffi.NULL, 0)
@@ -74,7 +74,7 @@ def pause(device: int, tag: int, save: Any, outcome: Outcome | None = None) -> N
 
 
 def resume(device: int, tag: int) -> None:
-    """Maps a tag's paused blocks again."""
+    """Remaps a tag's paused blocks."""
     call(lib.pyvmem_torch_resume, device, tag)
 
 
@@ -94,7 +94,7 @@ def saved(device: int, addr: int, size: int) -> int:
 def stats(device: int, tag: int) -> Any:
     """Returns a tag's counters as a ``struct pyvmem_torch_stats``.
 
-    `ALL` stands for all tags; the counters are then the totals.
+    For the tag `ALL`, returns the totals of all tags.
     """
     out = ffi.new("struct pyvmem_torch_stats *")
     call(lib.pyvmem_torch_stats, device, tag, out)

@@ -11,7 +11,7 @@ A slot is contiguous in virtual memory, so unmodified kernels can read it withou
 kernel reads it through the trivial block table 0, 1, 2, ... `KERNELS` lists how far each kernel
 reads past a request's length; a call that could read an unmapped row is rejected. `attention` does
 all of this in one call. Under `torch.compile`, writing and attending become custom operators
-(`pyvmem.compiled`), which record no gradients.
+(`pyvmem.compiled`), which do not record gradients.
 
 The layers of a `pyvmem.kvcache.LayeredCache` may differ in number of heads, head size or window, or
 store a latent (MLA); kernels are chosen separately for each form of layer. Needs torch.
@@ -87,7 +87,7 @@ class Attention:
     Attributes:
         choice: the first layer's kernels for prefill and for decoding, and why the others were not
             chosen.
-        choices: one such choice per form of layer, ordered by the first layer of each form.
+        choices: one `Choice` per form of layer, ordered by the first layer of each form.
 
     Raises:
         InvalidArgument: the kernel cannot be used on this cache; the message says why.
@@ -302,7 +302,7 @@ class Attention:
         return nope + slots[3] - form.v_head_dim
 
     def is_latent(self, layer: int) -> bool:
-        """Returns true if the layer stores MLA's latent, so that `write` takes no values for it."""
+        """Returns true if the layer stores MLA's latent; `write` then takes no values for it."""
         return self._forms[self._layer(layer).form].latent
 
     def window(self, layer: int) -> int:

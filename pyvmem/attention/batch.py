@@ -36,7 +36,7 @@ class Run:
         start: index of the first request's first token in the batch.
         slot: the first request's slot.
         count: number of requests.
-        q_len, kv_len: number of new tokens, and of all tokens, of each request.
+        q_len, kv_len: number of new tokens, and of all tokens, per request.
     """
 
     start: int
@@ -51,7 +51,7 @@ class Run:
 
 
 class Part(NamedTuple):
-    """The layers of one form, as far as a batch needs to know them.
+    """The properties of one form of layers that a batch needs.
 
     Attributes:
         caches: the caches to read.
@@ -77,16 +77,16 @@ class Batch:
         parts: one per form of layer, at least one; all their caches must have been stepped to these
             lengths.
         reqids: the requests' slots, without duplicates.
-        q_lens: number of new tokens of each request, at least 1.
+        q_lens: number of new tokens per request, at least 1.
         kv_lens: number of tokens of each request, including the new ones.
-        device: device of the tensors below, the caches' device.
+        device: the caches' device, on which the batch creates its tensors.
 
     Attributes:
         parts, reqids, q_lens, kv_lens: as given.
         kernel, reads: those of the first part.
         tokens: total number of new tokens.
         max_q, max_kv: the largest of `q_lens` and of `kv_lens`.
-        ticket: the tensor that stands for the batch in compiled code.
+        ticket: the tensor that represents the batch in compiled code.
 
     Raises:
         InvalidArgument: the lengths are inconsistent, a request has more tokens than its slot has
@@ -120,9 +120,9 @@ class Batch:
     def advance(self, reqids: Sequence[int], kv_lens: Sequence[int]) -> None:
         """Updates the lengths in place; each request keeps its number of new tokens.
 
-        Serves CUDA graphs: a graph is captured once and reads `slots`, `positions`, `ranks`,
+        For CUDA graphs: a graph is captured once and reads `slots`, `positions`, `ranks`,
         `index`, `used`, `starts` and `block_table` at every replay. Only FlashAttention-3's calls
-        can be captured, as they take no length from the host. Runs on the current stream.
+        can be captured, as they do not take lengths from the host. Runs on the current stream.
 
         Args:
             reqids: the requests' slots; their number must not change.

@@ -82,8 +82,8 @@ def fa3_call() -> Any:
     """Returns FlashAttention-3's entry point, which accepts any device address.
 
     ``call(q, k, v, batch, scale, table=None, window=0, descales=None)``; `descales` holds the
-    descale factors of q, k and v, each float32 ``[requests, num_kv_heads]``. The call uses
-    `starts`, `used`, `max_q` and, without a block table, `index` of `batch`.
+    descale factors of q, k and v, each float32 ``[requests, num_kv_heads]``. The call reads
+    `starts`, `used`, `max_q` and, if there is no block table, `index` from `batch`.
 
     Raises:
         RuntimeError: no installed package provides it; the message says why.
@@ -195,8 +195,8 @@ def fa3(
 ) -> torch.Tensor:
     """Calls the kernel once. It reads whole tiles of up to 192 rows; with `table`, only valid rows.
 
-    `scales` are used for 8-bit keys and values. If `table` gives block numbers, `k` and `v` are
-    views of the slots as blocks.
+    `scales` are used for 8-bit keys and values. If `table` is given, `k` and `v` must view the
+    slots as blocks.
     """
     descales = None
     if scales is not None:
@@ -232,10 +232,10 @@ def fa3_paged(
     window: int = 0,
     scales: Scales | None = None,
 ) -> torch.Tensor:
-    """Calls the paged kernel on the slots, viewed as blocks; reads no row past a length.
+    """Calls the paged kernel on the slots, viewed as blocks; never reads past a request's length.
 
-    The table is as wide as the batch needs, since the op chooses its splits by that width. In a
-    CUDA graph, it covers a whole slot, to allow every length.
+    The table is as wide as the batch needs, since the op bases its splits on that width. In a CUDA
+    graph, it covers a whole slot, to allow every length.
     """
     blocks = Blocks.of(k.shape[1], k.stride(0), k.stride(1))
     table = batch.block_table(blocks)

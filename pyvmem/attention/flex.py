@@ -107,8 +107,9 @@ def _compiled(
 ) -> torch.Tensor:
     """Makes one call over the range of slots that contains the batch. The mask skips other slots.
 
-    Queries are padded to those of the longest request. The mask excludes blocks past a request's
-    length and, with a window, blocks before the window, so no row beyond the last block is read.
+    All requests are padded to the largest number of queries. The mask excludes blocks past a
+    request's length and, with a window, blocks before the window, so no row beyond the last block
+    is read.
     """
     low, high = min(batch.reqids), max(batch.reqids) + 1
     rows = min(k.shape[1], -(-batch.max_kv // BLOCK) * BLOCK)

@@ -6,7 +6,7 @@ first call, which needs nvcc, a C++ compiler and ninja. Its batched call for con
 (ragged) requires requests without gaps between them. Slots have gaps, so this call is used only for
 a step that consists of one long prompt.
 
-Both calls for contiguous rows get a view that ends with the request, so they read nothing past it.
+Both calls for contiguous rows get a view that ends with the request, so they never read past it.
 The paged call (``fa2`` kernels) checks each row it loads against the length.
 """
 

@@ -98,9 +98,9 @@ _DECODE = {"cuda": ("fa3-paged", "fa2", "fa3", "flex", "sdpa"), "cpu": ("sdpa", 
 
 
 def overread_rows(kernel: str, device: torch.device) -> int:
-    """Returns the `KVCacheConfig.overread_rows` that a kernel of `KERNELS` needs on a device.
+    """Returns the `KVCacheConfig.overread_rows` that a kernel in `KERNELS` needs on a device.
 
-    If the kernel is to serve all batches, `KVCacheConfig.overread_decode` must be set as well.
+    To use the kernel for all batches, also set `KVCacheConfig.overread_decode`.
     """
     if kernel not in KERNELS:
         raise invalid(f"kernel must be one of {', '.join(KERNELS)}, not {kernel!r}", op="Attention")
@@ -136,8 +136,8 @@ def probe(cache: KVCache | Form, device: torch.device) -> dict[str, str]:
 def choose(cache: KVCache | Form, device: torch.device, kernel: str = "auto") -> Choice:
     """Picks the named kernel, or the first usable ones for prefill and for decoding.
 
-    A kernel that reads whole tiles is usable only for prefills, unless the cache keeps the rows it
-    over-reads mapped during decoding as well (`KVCacheConfig.overread_decode`).
+    A kernel that reads whole tiles is usable only for prefills, unless the cache also keeps the
+    rows it over-reads mapped during decoding (`KVCacheConfig.overread_decode`).
 
     The choice is logged once per process (logger ``pyvmem.attention``).
 

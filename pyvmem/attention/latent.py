@@ -5,11 +5,11 @@ A head's keys are its up-projection of the latent, followed by the row's rotary 
 are another up-projection. Attention can be computed in two ways, equal up to rounding:
 
 - *absorbed*: the keys' projection is applied to the queries and the values' to the result, so that
-  attention runs over the latents as the cache stores them. Each (token, row) pair costs more
-  multiplications.
+  attention runs over the latents as the cache stores them. This takes more multiplications per
+  (token, row) pair.
 - *expanded*: a request's keys and values are computed from its latents, some heads at a time.
 
-`expands_from` gives the number of new tokens from which expanding is cheaper.
+`expands_from` returns the number of new tokens from which expanding is cheaper.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ BLOCK = 32
 """Rows per block in FlashAttention-3's paged call.
 
 With blocks that are not a multiple of its tile, it loads row by row up to ``seqused_k``, not by
-TMA. None of its tiles has 32 rows or fewer, for any head size; some have 64.
+TMA. Its tiles have more than 32 rows for every head size; some have 64.
 """
 
 
@@ -33,7 +33,7 @@ class Reads:
 
     @property
     def past(self) -> int:
-        """The maximum number of rows read past a length."""
+        """The maximum number of rows read past a request's length."""
         return self.block - 1 + self.tile
 
     def end(self, length: int, longest: int) -> int:
@@ -57,7 +57,7 @@ class Blocks(NamedTuple):
     Consecutive blocks of the view start `unit` elements apart. If slots do not start on block
     boundaries, `unit` is smaller than a block: blocks overlap, and a slot uses only some of them.
     Block b of slot s has number ``s * slot + b * step``. A slot's last block may extend into the
-    next slot, but no length covers those rows.
+    next slot, but those rows are always past the request's length.
 
     Attributes:
         rows: rows per block.

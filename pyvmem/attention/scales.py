@@ -49,8 +49,8 @@ def scales_of(
     Args:
         given: for each layer, the scales of its keys and of its values, each a number or one number
             per KV head; None: all scales are 1.
-        heads: number of KV heads of each layer.
-        device: the scales' device.
+        heads: number of KV heads in each layer.
+        device: where to put the scales.
 
     Raises:
         InvalidArgument: the number of scales is wrong, or a scale is not a finite positive number.

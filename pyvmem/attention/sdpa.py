@@ -90,7 +90,7 @@ def _by_blocks(
     window: int,
     out: torch.Tensor,
 ) -> None:
-    """Attends for one request by matrix products, one block of tokens at a time.
+    """Computes one request's attention with matrix products, one block of tokens at a time.
 
     Used if values are narrower than keys, as in MLA. SDPA's fast kernels do not support heads of
     576 elements, its slow kernel keeps the scores of all tokens and a copy of the rows for each

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tracks prefixes that a batch's rows share, so that a reorder copies only differing tokens.
+"""Tracks prefixes that a batch's rows share, so that a reorder copies only tokens that differ.
 
 Beams descend from each other: when row 2 continues from row 0, both share the tokens up to their
 common ancestor, and only the tokens after it must be copied. For Llama-3-8B in 16 bits a token
@@ -23,7 +23,7 @@ class Ancestry:
     """Tracks how many leading tokens each pair of rows in a layer has in common.
 
     Args:
-        count: number of rows; at first they share nothing.
+        count: number of rows, which initially share no tokens.
     """
 
     def __init__(self, count: int) -> None:
@@ -34,7 +34,7 @@ class Ancestry:
         """Records that row i continues from row ``source[i]``; all rows have `length` tokens.
 
         Returns:
-            The index of the first token that any row must copy; `length` if no row must copy any.
+            The index of the first token that any row must copy; `length` if no copy is needed.
         """
         old = self._common
         first = length

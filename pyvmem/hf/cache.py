@@ -53,9 +53,9 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
     stored as one tensor per layer. Layers with linear attention, state spaces or short convolutions
     keep their state in the same slots, one row per request; such a cache cannot be cropped, so
     assisted generation cannot use it. Rows are written in place, and autograd records this as for a
-    `StaticCache`: without ``torch.no_grad()``, results keep their inputs alive, including tensors
-    of the cache. The cache can be reused after `reset`. Without `close`, memory is freed when the
-    object is garbage-collected.
+    `StaticCache`: without ``torch.no_grad()``, results keep their inputs alive, including the
+    cache's tensors. The cache can be reused after `reset`. If `close` is not called, memory is
+    freed when the object is garbage-collected.
 
     Args:
         config: the model's configuration.

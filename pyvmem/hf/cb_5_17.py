@@ -46,7 +46,7 @@ class SlotCache(SlotCacheBase):
 
     @classmethod
     def check(cls, options: Options, config: Any, tensor_parallel: int = 1) -> None:
-        """Rejects models as `SlotCacheBase.check` does, and also models whose layers differ.
+        """Rejects the models that `SlotCacheBase.check` rejects, and those whose layers differ.
 
         Raises:
             NotSupported: as in `SlotCacheBase.check`, or the layers differ in row size or window.

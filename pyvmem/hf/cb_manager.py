@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Hooks into the manager, cache and attention of transformers' continuous batching.
 
-transformers has a registry for attention functions, which is used here, but none for caches: a
+transformers has a registry for attention functions, which this module uses, but not for caches: a
 manager looks up ``PagedAttentionCache`` in the module ``continuous_api`` when it creates its cache.
 While the plug-in is installed, that name and ``ContinuousBatchingManager`` are replaced in that
 module. Managers of other models work as before.
@@ -39,7 +39,7 @@ _api: Any = continuous_api
 _Manager: Any = _api.ContinuousBatchingManager
 _StockCache: Any = _api.PagedAttentionCache
 
-# `_building.cache` creates the cache of the manager that is being built, if it is one of ours.
+# `_building.cache` creates the cache of the manager that is being built, if that is one of ours.
 _building = threading.local()
 _options_for: Callable[[Any], Options | None] | None = None
 _slot_cache: Any = None
@@ -107,8 +107,8 @@ def _guard(scheduler: Any, requests: NamedRequests) -> None:
                 limit=longest,
                 op="vmem_continuous_batching",
             )
-        # Each answer to a forked prompt computes the prompt's last token again. With a prompt of
-        # one token, the prompt's own batch would be empty, which aborts all requests.
+        # Each answer to a forked prompt recomputes the prompt's last token. With a prompt of one
+        # token, the prompt's own batch would be empty, which aborts all requests.
         alone = state.num_children if prompt == 1 else 0
         state.num_children -= alone
         add(state)
@@ -171,7 +171,7 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Adds a request like transformers, but rejects it if no slot can hold it.
+        """Adds a request as transformers does, but rejects it if no slot can hold it.
 
         Without a limit on new tokens, a request finishes when its slot or all memory is full. If a
         request does not fit in memory, only that request fails, with an error in its result.
@@ -202,7 +202,7 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
         if self._vmem is None or self.batch_processor is not None:
             return super()._create_batch_processor()
         options = self._vmem
-        # a failed start has restored the model's own attention
+        # a failed start has already restored the model's own attention
         self.switch_to_cb_friendly_attn(self.model)
 
         def make(*args: Any, **kwargs: Any) -> Any:
@@ -273,6 +273,6 @@ def patch(options_for: Callable[[Any], Options | None], slot_cache: Any) -> None
 
 
 def unpatch() -> None:
-    """Removes the patches. Existing managers are not changed."""
+    """Removes the patches. Existing managers are not affected."""
     _api.ContinuousBatchingManager = _Manager
     _api.PagedAttentionCache = _StockCache

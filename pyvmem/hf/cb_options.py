@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Options of continuous batching over virtual memory, and the cache for a model."""
+"""Options for continuous batching over virtual memory, and creation of a model's cache."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Options:
         self.check()
 
     def check(self, layers: Sequence[LayerShape] = ()) -> None:
-        """Checks the options for `layers`; without layers, applies only rules for all models."""
+        """Checks the options for `layers`; if none are given, applies only general rules."""
         check_arguments(self.kvcache, GIVEN, layers, self.context, self.backend)
 
 
@@ -126,8 +126,8 @@ def check_attention(model: Any) -> None:
 def adjust(cb_config: Any) -> None:
     """Switches off, in place, options that do not apply to slots or are unsupported.
 
-    A warning, once per process, names those that the user set. The decode fast path, a paged
-    kernel, is switched off silently.
+    Warns once per process about those that the user set. The decode fast path, a paged kernel, is
+    switched off silently.
     """
     cb_config.max_blocks_per_request = 0
     graphs, space = cb_config.use_cuda_graph, cb_config.cpu_offload_space
@@ -209,9 +209,9 @@ def make_requests(
         config: configuration of the text model.
         cb_config: transformers' ``ContinuousBatchingConfig``, resolved.
         block_tokens: tokens per block, the unit of ``num_blocks``.
-        device, dtype: device and dtype of the model.
+        device, dtype: the model's device and dtype.
         logits_of_all: whether the model computes logits for every token of a batch, rather than for
-            the last token of each request, so that memory must be left for them.
+            the last token of each request, so that memory must be reserved for them.
 
     Raises:
         InvalidArgument: the model or the context does not support a value.

@@ -75,7 +75,7 @@ def install(
 ) -> None:
     """Makes continuous batching use this cache. Call it again to change options.
 
-    Existing managers are not changed.
+    Existing managers are not affected.
 
     Args:
         model: the model to serve; None: every model in the process (an unsupported model is then
@@ -154,6 +154,6 @@ def vmem_continuous_batching(model: Any = None, **options: Any) -> Iterator[None
 
 
 def kvcache_of(manager: Any) -> KVCache | None:
-    """Returns a manager's KV cache, for its `stats`; None if it has none yet."""
+    """Returns a manager's KV cache, for its `stats`; None until the manager has created it."""
     cache = getattr(manager, "_vmem_cache", None)
     return None if cache is None else cache.requests.kvcache

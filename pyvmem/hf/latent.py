@@ -28,7 +28,7 @@ from pyvmem.errors import NotSupported
 __all__ = ["UP", "absorbed", "is_latent", "latent_rank"]
 
 UP = "latent_up"
-"""The keyword argument by which the attention function receives the up-projections."""
+"""The keyword argument that passes the up-projections to the attention function."""
 
 _PARTS = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "q_lora_rank", "kv_lora_rank")
 
@@ -39,7 +39,7 @@ def is_latent(config: Any) -> bool:
 
 
 def latent_rank(config: Any) -> int:
-    """Returns the number of latent elements that values are computed from; 0 without MLA."""
+    """Returns the number of latent elements that values are computed from; 0 if there is no MLA."""
     return int(getattr(config, "kv_lora_rank", None) or 0)
 
 
@@ -71,7 +71,7 @@ def _is_plain(module: Any) -> bool:
 
 @contextmanager
 def absorbed(model: Any) -> Iterator[None]:
-    """Makes attention run over the latent inside the ``with`` block; does nothing without MLA.
+    """Makes attention run over the latent inside the ``with`` block, if the model has MLA.
 
     Raises:
         NotSupported: the structure of an MLA model's layers differs from DeepSeek-V3's.
@@ -86,7 +86,7 @@ def absorbed(model: Any) -> Iterator[None]:
         yield
     finally:
         for module in modules:
-            del module.forward  # uncovers the class's method
+            del module.forward  # exposes the class's method
 
 
 def _forward(
@@ -96,7 +96,7 @@ def _forward(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Replaces DeepSeek-V3's forward, for ``[1, tokens, hidden]``.
+    """Replaces DeepSeek-V3's forward; takes ``[1, tokens, hidden]``.
 
     The attention function fills the cache.
     """

@@ -117,7 +117,7 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         return shown
 
     def take_from(self, other: VMemLayer) -> None:
-        """Copies the layer of another cache that has the same tokens in the same rows.
+        """Copies a layer from another cache that has the same tokens in the same rows.
 
         The copy is detached. Otherwise autograd's graph would keep the other cache's tensors alive
         as long as any result computed from this layer.

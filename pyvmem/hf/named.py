@@ -7,7 +7,7 @@ transformers; the modules beside it adapt it to each version.
 
 A step of the engine:
 
-    hold(name, tokens)           gives a request of the next batch a slot and pages, if available
+    hold(name, tokens)           gives a request in the next batch a slot and pages, if available
     queue(name, past, new)       adds a request to the batch
     attend(layer, q, k, v)       in every layer; the first call after `queue` steps the cache and
                                  starts mapping memory for the next token
@@ -71,7 +71,7 @@ class _Request:
 class NamedRequests:
     """Manages requests by name on a cache that it takes over.
 
-    Without `close`, memory is freed when the object is garbage-collected.
+    If `close` is not called, memory is freed when the object is garbage-collected.
 
     Args:
         cache: the cache to take over; `close` closes it.
@@ -87,7 +87,7 @@ class NamedRequests:
         sharing: true if prompts are shared: `sharing` was set, and the back end can map a page
             twice. If layers have a window, a prefix matches only if its window's rows were
             recorded.
-        stream: CUDA stream of the model's work; None: torch's current stream.
+        stream: CUDA stream on which the model runs; None: torch's current stream.
         namespace: a function that is called when a request gets its slot. It returns a key for
             everything other than tokens that affects keys and values, such as the model's adapters.
             Prefixes are shared only within a namespace.
@@ -294,7 +294,7 @@ class NamedRequests:
         return True
 
     def computed(self, name: str, new: int, ids: Callable[[], list[int]], prompt: int) -> None:
-        """Records that a request's next rows are computed; records the prompt once complete.
+        """Marks a request's next rows as computed, and records the prompt once it is complete.
 
         With windowed layers, the prompt is recorded after each chunk, since another prompt may
         diverge there, and the rows of the chunk's last window are still mapped.
@@ -368,7 +368,7 @@ class NamedRequests:
     def close(self) -> None:
         """Frees everything and closes the cache. Idempotent.
 
-        If tensors of the cache are still alive elsewhere, it stays open, and a warning is logged.
+        If the cache's tensors are still in use elsewhere, it stays open, and a warning is logged.
         """
         if self._finalizer.detach() is None:
             return

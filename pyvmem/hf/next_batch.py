@@ -57,7 +57,7 @@ class NextBatch:
         Args:
             requests: the requests by name.
             tokens: number of tokens for which each request has pages, whether queued or not.
-            stream: stream of the model's work.
+            stream: the stream on which the model runs.
 
         Raises:
             OutOfMemory: too few pages are free.
@@ -120,7 +120,7 @@ class NextBatch:
 
 
 def close_quietly(cache: KVCache, attention: Attention, stream: Any = None) -> None:
-    """Closes the attention and the cache; logs a warning if tensors elsewhere keep it open."""
+    """Closes the attention and the cache; logs a warning if live tensors keep it open."""
     attention.close()
     cache.internals.users.clear()
     try:

@@ -259,10 +259,10 @@ class Rows:
         return self.parts[places[0].part]
 
     def first_row(self, layer: int) -> int:
-        """Returns a layer's first row that every slot holds and that no later step frees.
+        """Returns the first row of a layer that every slot holds and that no later step will free.
 
         Rows before the window and its tile may still be mapped, but the next step that frees pages
-        may free them, because it places the window by the largest length so far.
+        may free them, because it positions the window by the largest length so far.
         """
         part, shape = self._part(layer), self.shapes[layer]
         window = shape.window if isinstance(shape, LayerShape) else 0
@@ -272,7 +272,7 @@ class Rows:
     def check_back(self, length: int) -> None:
         """Raises InvalidArgument if any layer cannot be cropped to this length.
 
-        All layers are checked before any is cropped, since transformers crops them one by one.
+        All layers are checked before any is cropped, since transformers crops them one at a time.
         """
         for layer in self.layers:
             layer.check_back(length)
@@ -338,7 +338,7 @@ class Rows:
         except BaseException:
             self._drop(before)
             raise
-        self.count = rows  # set only once the pages are mapped, as `_drop` may be interrupted, too
+        self.count = rows  # set only once the pages are mapped, as `_drop` may also be interrupted
         self.length = tokens
         self._held = max(self._held, tokens)
         if tokens < settings.max_length:
@@ -369,7 +369,7 @@ class Rows:
             self._drop(count)
 
     def _drop(self, count: int) -> None:
-        """Frees the slots from `count` on. After an exception, the next call continues the work."""
+        """Frees the slots from `count` on. After an exception, the next call resumes the work."""
         assert self.cache is not None
         self.count = count
         if not count:

@@ -4,7 +4,7 @@
     python -m pyvmem.hf.serve --vmem-max-batch 64 HuggingFaceTB/SmolLM2-135M --port 8000
 
 Options that begin with ``--vmem-`` are arguments of `pyvmem.hf.continuous.install`; all other
-arguments are passed unchanged to transformers' own command. It needs the same packages:
+arguments are passed unchanged to transformers' own command. Both need the same packages:
 ``pip install '.[server]'`` in a clone of the repository.
 """
 
@@ -67,8 +67,8 @@ def split(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 def _refuse_with_400(server: Any) -> None:
     """Makes the server tell the client why a request was rejected.
 
-    transformers treats every error of a manager as an internal error and would answer 500 without a
-    message. Does nothing if the module has no ``build_server``.
+    transformers treats every error from a manager as an internal error and would respond with
+    status 500 and no message. Does nothing if the module has no ``build_server``.
     """
     build = getattr(server, "build_server", None)
     if build is None:

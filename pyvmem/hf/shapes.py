@@ -47,7 +47,7 @@ def handed_over(key: Any, value: Any) -> Handed:
 
 
 def plain_scores(what: str, given: Mapping[str, Any]) -> None:
-    """Rejects extra arguments of an attention function that change the scores.
+    """Rejects extra arguments to an attention function if they change the scores.
 
     Raises:
         NotSupported: the arguments ask for capped scores, sinks or position biases, which no kernel

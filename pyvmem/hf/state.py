@@ -24,7 +24,7 @@ _Layer: Any = cache_utils.LinearAttentionLayer
 class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
     """A layer with a state; `VMemCache` creates it.
 
-    Like transformers' own layer, it writes its states in place, but they lie in the rows' slots:
+    Like transformers' own layer, it writes its states in place, but they are in the rows' slots:
     `conv_states` and `recurrent_states` are views ``[batch, ...]``.
     """
 
@@ -87,7 +87,7 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         self._rows.hold(batch, max(self.tokens, self._rows.length))
         # Limit the storage to these slots, which all have pages: models write states themselves,
         # and torch.compile may copy the whole storage of a tensor that it writes.
-        with torch.inference_mode(False):  # so that code outside inference mode can write it, too
+        with torch.inference_mode(False):  # so that code outside inference mode can also write it
             view = from_dlpack(self._rows.state(self._index, name)[:batch].detach())
         if name == "conv":
             self.conv_states[0], self.is_conv_states_initialized[0] = view, True

@@ -7,9 +7,9 @@ when the process exits for any reason. Another process that finds the byte unloc
 owner is dead, and clears the slot. Process ids cannot be compared across containers, so they are
 not used for this.
 
-    header   magic, version, capacity, number of asks and gives
+    header   magic, version, capacity, counters of memory requests and returns
     slot     an engine: limit, floor, used, pending, ...; 8-byte words written by the engine itself,
-             except for orders to it: `order`, the limit, `floor` and `asleep`
+             except for those that control it: `order`, the limit, `floor` and `asleep`
 
 All sizes are bytes of one device. Under the lock on the file's first byte, an engine may take:
 
@@ -63,7 +63,7 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 MAX_HANDLES = 475_136
-"""Maximum number of mappings of all engines on all GPUs together, on ``stock``.
+"""Maximum number of mappings over all engines and GPUs, on ``stock``.
 
 The driver allows 524,288 per machine, and other programs need some of them.
 """
@@ -87,7 +87,7 @@ _ASKS_AT, _GIVES_AT = 40, 48  # counters for `Account.signals`
 _WORD = struct.Struct("<Q")
 _FLOCK = struct.Struct("hhxxxxqqixxxx")
 
-# Word numbers in a slot; the name follows them.
+# The words of a slot, in order; the name follows them.
 _WORDS = (
     "state",
     "identity",
@@ -236,7 +236,7 @@ class EngineInfo:
         cached: the part of `used` in prefixes that no request holds.
         virtual: maximum bytes that it could ever map.
         handles: driver mappings.
-        want: bytes that its requests are short of.
+        want: bytes that its requests need but lack.
         maps: map calls since the start; `waits`: steps that waited for a map call.
         hits, queries: tokens found, and tokens looked up, in the prefix cache.
         sleeps: 1 if it accepts an order to sleep; `asleep`: 1 if it was ordered to sleep.
@@ -269,7 +269,7 @@ class EngineInfo:
     age: float
 
     def record(self) -> dict[str, Any]:
-        """Returns JSON-compatible numbers, under the column names of `vmem top`.
+        """Returns JSON-compatible values, keyed by the column names of `vmem top`.
 
         `hits` is the hit rate, or None if there were no queries; `hit_tokens` is the number of
         tokens found in the prefix cache.
@@ -328,7 +328,7 @@ class Ledger(Closable):
     def _make(self, capacity: int) -> None:
         """Writes a temporary file, then links it to the ledger's name.
 
-        Therefore no reader sees a partial file.
+        Readers therefore never see a partial file.
         """
         part = self.path.with_suffix(f".{secrets.token_hex(6)}")
         try:
@@ -498,9 +498,9 @@ class Ledger(Closable):
         )
 
     def total_beside(self, word: str, but: str = "") -> int:
-        """Sums a word over the engines of other devices with ledgers in the same directory.
+        """Sums a word over the engines of other devices whose ledgers are in the same directory.
 
-        Leaves out the device `but`. Not atomic: engines of two devices may both read the sum before
+        Skips the device `but`. Not atomic: engines of two devices may both read the sum before
         either adds to it.
         """
         total = 0
@@ -521,23 +521,23 @@ class Ledger(Closable):
 
     @property
     def capacity(self) -> int:
-        """Bytes for all engines together; 0: all of the device's memory."""
+        """Total bytes for all engines; 0: all of the device's memory."""
         return self.counted(_CAPACITY_AT)
 
     def counted(self, at: int) -> int:
-        """Returns a word of the header."""
+        """Returns a word from the header."""
         return int(_WORD.unpack_from(self._map, at)[0])
 
     def count(self, at: int) -> None:
-        """Adds 1 to a word of the header. The caller holds the lock."""
+        """Adds 1 to a word in the header. The caller holds the lock."""
         _WORD.pack_into(self._map, at, self.counted(at) + 1)
 
     def word(self, slot: int, name: str) -> int:
-        """Returns a word of a slot."""
+        """Returns a word from a slot."""
         return int(_WORD.unpack_from(self._map, _HEADER + slot * _SLOT + _AT[name])[0])
 
     def put(self, slot: int, name: str, value: int) -> None:
-        """Writes a word of a slot."""
+        """Writes a word in a slot."""
         _WORD.pack_into(self._map, _HEADER + slot * _SLOT + _AT[name], max(0, value))
 
     def _name(self, slot: int) -> str:
@@ -612,7 +612,7 @@ class Ledger(Closable):
         Args:
             name: shown to users; unique among living engines. Printable, up to 63 bytes.
             floor, limit, least, virtual, host, identity: as in `EngineInfo`; identity 0: random.
-            host_limit: maximum `host` bytes of the engines of all devices together; 0: unlimited.
+            host_limit: maximum total of `host` over the engines of all devices; 0: unlimited.
 
         Raises:
             InvalidArgument: the name is in use or not printable; the limit is below the floor; all
@@ -696,7 +696,7 @@ class Ledger(Closable):
 
     @contextlib.contextmanager
     def _joining(self, host: int) -> Iterator[int]:
-        """Yields the host memory that other devices' engines hold.
+        """Yields the host memory held by engines of other devices.
 
         The amount cannot grow until the ``with`` block ends.
         """
@@ -796,7 +796,7 @@ class Account:
         return bool(self._get("asleep"))
 
     def decline(self) -> None:
-        """Drops the last order, which restores the limit passed to `join`."""
+        """Drops the last order and restores the limit passed to `join`."""
         self._change(lambda: self.ledger.put(self.slot, "order", 0))
 
     @property
@@ -825,8 +825,8 @@ class Account:
     def take(self, nbytes: int, handles: int = 0, free: int | None = None) -> bool:
         """Requests more bytes; returns True if granted.
 
-        They are pending until `end_pending`. Denied while a stopped process holds the ledger's
-        lock.
+        Granted bytes are pending until `end_pending`. Requests are denied while a stopped process
+        holds the ledger's lock.
         """
         ledger = self.ledger
         on_gpu = ledger.path.stem != "host"
@@ -867,9 +867,9 @@ class Account:
         self._change(change)
 
     def want(self, nbytes: int) -> None:
-        """Posts how many bytes requests are short of; 0 ends the shortage.
+        """Posts how many bytes the engine's requests lack; 0 ends the shortage.
 
-        Signals an ask if the engine was not short before, or now needs a larger total.
+        Signals other engines if this engine was not short before, or now needs a larger total.
         """
         now = time.monotonic_ns()
         if not nbytes or now - self._get("want_ns") >= _STALE_NS:
@@ -886,10 +886,10 @@ class Account:
         self.ledger.count(at)
 
     def signals(self) -> tuple[int, int]:
-        """Returns how often other engines asked for memory, and how often they returned some.
+        """Returns how often other engines asked for memory, and how often they returned it.
 
-        Reads two words without the lock, so that an engine can poll often, and do slower checks
-        only when a number has changed.
+        Reads two words without the lock, so that an engine can poll often and run slower checks
+        only when a counter has changed.
         """
         asks, gives = (self.ledger.counted(at) - own for at, own in self._own.items())
         return asks, gives
@@ -897,8 +897,8 @@ class Account:
     def excess(self, free: int | None = None) -> int:
         """Returns the bytes to give back: those above the limit, or those that other engines need.
 
-        For other engines, this engine never gives back more than it has above its floor. An engine
-        that has room for what it wants does not count as short.
+        The needs of other engines never reduce this engine below its floor. An engine that has room
+        for what it wants does not count as short.
         """
         used, asked = self._get("used"), 0
         with contextlib.suppress(LedgerHeld), self._locked():
@@ -911,9 +911,9 @@ class Account:
         """Returns whether another engine is short while this engine exceeds its fair share.
 
         An engine is short if it wants more than is free for it, and more than its own idle prefixes
-        hold. For the fair share, add up the free memory and the memory of this engine, of the short
-        engines and of those that hold more than this engine; then divide it equally among these
-        engines, within the floor and limit of each.
+        hold. The fair share is the total of the free memory and of the memory held by this engine,
+        the short engines and those that hold more than this engine, divided equally among these
+        engines, within each one's floor and limit.
         """
         with contextlib.suppress(LedgerHeld), self._locked():
             return self._has_more(free)
@@ -963,7 +963,7 @@ class Account:
         return max(0, room)
 
     def report(self, **values: int) -> None:
-        """Writes numbers for `vmem top`, named as in `EngineInfo`.
+        """Writes statistics for `vmem top`, named as in `EngineInfo`.
 
         Does nothing if a stopped process holds the lock.
         """

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Serves a machine's engines over HTTP: the numbers of `vmem top`, and the limits of `vmem limit`.
+"""Serves a machine's engines over HTTP: the figures of `vmem top` and the limits of `vmem limit`.
 
     GET   /v1/engines             the engines of each device, as in `vmem top --json`
     GET   /v1/engines/NAME        the same for one engine, on every device that it uses
-    PATCH /v1/engines/NAME        {"limit": "20G", "floor": 0, "asleep": true}, or some of these
-    GET   /metrics                the same numbers for Prometheus
+    PATCH /v1/engines/NAME        {"limit": "20G", "floor": 0, "asleep": true}, or a subset
+    GET   /metrics                the same figures for Prometheus
 
 Everything goes through the ledger: the server does not talk to engines, has no state, and may be
 stopped at any time. A router or controller that runs as the engines' user can call `order` instead.

@@ -35,12 +35,12 @@ def order(
         limit, floor: bytes; None: unchanged.
         asleep: a sleeping engine admits no requests, and frees its memory once none is running;
             None: unchanged.
-        only_check: raise the errors, but change nothing.
+        only_check: check the arguments without changing anything.
 
     Raises:
         InvalidArgument: there is no such engine; the limit is below the floor or `least`, or above
-            the device's memory; or the floors exceed the device's memory. `op` is the name of the
-            bad argument.
+            the device's memory; or the floors exceed the device's memory. The error's `op` names
+            the bad argument.
         NotSupported: the engine cannot sleep.
     """
     one = ledger.find(who)
@@ -61,7 +61,7 @@ def order(
 
 
 def order_on_all(ledgers: Mapping[str, Ledger], who: str, **words: Any) -> dict[str, EngineInfo]:
-    """Calls `order` on every device of an engine, all or none; returns the previous states.
+    """Calls `order` on all of an engine's devices or on none; returns the previous states.
 
     Raises:
         InvalidArgument, NotSupported: as for `order`; nothing has changed.

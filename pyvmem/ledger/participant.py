@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A ledger account with a thread that reports numbers and applies `vmem limit`."""
+"""A ledger account with a thread that reports statistics and applies `vmem limit`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REPORT_S = 0.25
 
 
 def weakly(method: Callable[[], bool]) -> Callable[[], bool]:
-    """Wraps a bound method in a function that holds the method's object weakly.
+    """Wraps a bound method in a function that holds only a weak reference to the object.
 
     The function returns False once the object is gone.
     """
@@ -37,7 +37,7 @@ def weakly(method: Callable[[], bool]) -> Callable[[], bool]:
 
 
 class Participant(Closable):
-    """An account, and the thread that reports its numbers and applies `vmem limit`.
+    """An account, and the thread that reports its statistics and applies `vmem limit`.
 
     An announced cache (`pyvmem.ledger.presence`) has no other connection to the ledger. The owner
     must serialize all calls except `start`.
@@ -74,9 +74,9 @@ class Participant(Closable):
         start_new_thread(_run, (tend, self._ended))
 
     def report(self, numbers: Callable[[], dict[str, int]], *, now: bool = False) -> None:
-        """Reports `EngineInfo` numbers for `vmem top`.
+        """Reports `EngineInfo` statistics for `vmem top`.
 
-        Unless `now` is set, it does so at most four times a second.
+        Does so at most four times a second, unless `now` is set.
         """
         at = time.monotonic()
         if now or at >= self._reported + _REPORT_S:

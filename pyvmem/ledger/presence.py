@@ -3,10 +3,10 @@
 
     announced = pyvmem.announce(cache, "my-engine")     # from now on, until the cache is closed
 
-A cache does not join by itself, because a library should not write files unasked. The ledger is
+A cache does not join automatically, because a library should not write files unasked. The ledger is
 shared with vLLM's engines (`pyvmem.ledger`), which then count the cache's memory as another
-engine's. A thread writes the numbers four times a second; it holds the cache weakly, and stops when
-the cache is gone.
+engine's. A thread writes the statistics four times a second. It holds only a weak reference to the
+cache, and stops when the cache is gone.
 
 An announced cache allocates memory without asking the ledger. A `Budget` created with a ledger asks
 first, and is shown by `vmem top` without `announce`.
@@ -58,7 +58,7 @@ class Announced(Closable):
         return f"<Announced {self.name!r}{', closed' * self._left}>"
 
     def report(self) -> bool:
-        """Writes the numbers and applies a new limit.
+        """Writes the statistics and applies a new limit.
 
         Returns false once the cache is closed or gone.
         """
@@ -131,7 +131,7 @@ def _lower(set_limit: Callable[[int], None], wanted: int) -> bool:
 
 
 def _numbers(what: KVCache | Budget) -> dict[str, int]:
-    """Returns the numbers for `vmem top`, named as in `EngineInfo`."""
+    """Returns the statistics for `vmem top`, named as in `EngineInfo`."""
     if isinstance(what, Budget):
         return what.numbers() | {"used": what.stats().used_bytes}
     stats, page = what.stats(), what.layout.page_size
@@ -152,9 +152,9 @@ def _numbers(what: KVCache | Budget) -> dict[str, int]:
 def announce(what: KVCache | Budget, name: str = "", folder: Path | None = None) -> Announced:
     """Shows a cache in `vmem top`, and lets `vmem limit` set its limit.
 
-    A limit below what requests hold is applied when they end; until then no request grows. Ranks of
-    a `ParallelKVCache` have agreed on their limit: they warn and keep it. Caches that share a
-    `Budget` are shown as a single row: announce the budget.
+    A limit below what requests hold is applied when they end; until then no request grows. The
+    ranks of a `ParallelKVCache` have agreed on a limit: they log a warning and keep it. Caches that
+    share a `Budget` are shown as a single row: announce the budget.
 
     Args:
         what: a `KVCache`, a rank's `ParallelKVCache`, or a `Budget`, such as that of a

@@ -27,7 +27,7 @@ _CPU, _CUDA = 1, 2
 _MAX_NDIM: Final = 64
 _MAX_DIM: Final = 2**63 - 1
 
-# Every version of torch imports these dtypes by DLPack; other dtypes are imported as bytes.
+# Every version of torch imports these dtypes through DLPack; other dtypes are imported as bytes.
 _TORCH_DLPACK: Final = frozenset(
     [
         *("bool", "uint8", "bfloat16", "complex64", "complex128"),
@@ -206,7 +206,7 @@ class VirtualArray:
         """Returns a writable memoryview of the array's bytes. The view keeps the array alive.
 
         Raises:
-            NotSupported: the CPU cannot reach this back end's memory.
+            NotSupported: the CPU cannot access this back end's memory.
         """
         info = self.reservation.context.info
         if Caps.CPU_ACCESS not in info.caps:
@@ -224,7 +224,7 @@ class VirtualArray:
 
 
 def _integers(name: str, values: Sequence[int]) -> tuple[int, ...]:
-    """Converts `values` (ints or objects with ``__index__``, none negative) to a tuple of ints."""
+    """Converts `values` (non-negative ints or objects with ``__index__``) to a tuple of ints."""
     try:
         numbers = tuple(map(operator.index, values))
     except TypeError:

@@ -111,8 +111,8 @@ class Context(AddressSpace, Closable):
             default: 0 on ``host``; elsewhere 1 GiB, plus memory that was needed in the last half
             second. `pyvmem.KEEP_ALL` = only `trim` returns memory.
         max_mappings: maximum number of driver mappings (`Stats.mappings`). 0 = no limit, except on
-            ``stock``: there it means 237,568 (divided by the number of `devices`), half of the
-            driver's limit for all processes of the machine, and up to twice that is accepted.
+            ``stock``: there it means 237,568 divided by the number of `devices`, and up to twice
+            that is accepted.
         large_entries: use page-table entries of 2 MiB for small pages wherever a block of 2 MiB is
             fully mapped (`Caps.LARGE_ENTRIES`). No part of such an entry can be unmapped or
             replaced: `OpBatch.unmap` and `OpBatch.map` split it with ``split=True``; `join` and
@@ -242,8 +242,8 @@ class Context(AddressSpace, Closable):
             align: a power of two; 0 = 2 MiB, or the granule if larger.
             force: make it visible even if it exceeds the GPU's free memory.
             large: 2 MiB pages will be mapped in the reservation, in addition to smaller pages.
-            into: the object to initialize as the reservation, for a caller that must hold it before
-                the call; None: create one.
+            into: the object to initialize as the reservation, for a caller that needs a reference
+                before the call; None: create one.
 
         Raises:
             InvalidArgument: the size is 0, unaligned or absurdly large.
@@ -312,7 +312,7 @@ class Context(AddressSpace, Closable):
 
         Range i begins ``i * size`` bytes into the handle, so one `OpBatch.map` of `count` pieces
         can map all ranges elsewhere. `pages` is the object to initialize as the handle, for a
-        caller that must hold it before the call; None: create one.
+        caller that needs a reference before the call; None: create one.
         """
         size, count, stride = map(operator.index, (size, count, stride))
         pages = pages or Pages(self, Outcome(), size * count)
@@ -345,7 +345,7 @@ class Context(AddressSpace, Closable):
         Maps run first, then fills, then unmaps.
 
         Args:
-            ops: the operations; they are not changed and can be used again.
+            ops: the operations; they are not modified and can be reused.
             after: GPU work to wait for first, in this thread (see `pyvmem.memory.streams`).
             outcome: records the result even if an exception interrupts this call.
             waits: the counter to which this call adds its wait.
@@ -378,8 +378,8 @@ class Context(AddressSpace, Closable):
         Args:
             ops: may be changed as soon as this call returns.
             after: as for `batch`.
-            ticket: an unused ticket of this context (``Ticket(context)``), for a caller that must
-                hold it before the batch starts; None: create one.
+            ticket: an unused ticket of this context (``Ticket(context)``), for a caller that needs
+                a reference before the batch starts; None: create one.
             late: let the worker also allocate the pages, if the pool has enough, so that the cost
                 of this call does not depend on their number. The call checks only the arguments; if
                 the worker finds conflicts or runs out of pages, the ticket fails.
@@ -425,7 +425,7 @@ class Context(AddressSpace, Closable):
 
         Pages of partly used slabs are copied to free pages of fuller slabs, which replace them at
         every address and in every `Pages`. Call it only at a safe point: from the end of the work
-        in `after` until this method returns, no GPU work may access any mapping of the context.
+        in `after` until this method returns, GPU work must not access any mapping of the context.
         Slabs that an unfinished batch uses are skipped.
 
         Args:

@@ -3,8 +3,8 @@
 
 The SIGSEGV handler (`_holes.c`) lets such a read return zeros; the interpreter then calls `tell` in
 the main thread. If a Python thread has read a hole, the exception is raised in that thread, at its
-next bytecode. If a native thread has read one, such as a torch worker, the exception is raised in a
-Python thread that read a hole at the same time, or else in the main thread.
+next bytecode. If a native thread, such as a torch worker, has read one, the exception is raised in
+a Python thread that read a hole at the same time, or else in the main thread.
 
 With ``VMEM_HOLES=fault`` in the environment, SIGSEGV is not handled.
 """
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 def tell() -> None:
     """Raises an error for a hole that the main thread has read.
 
-    Makes every other Python thread that has read a hole raise an error of its own.
+    Makes every other Python thread that has read a hole raise its own error.
 
     Raises:
         NotMapped: the main thread, or a native thread, has read a hole.
@@ -104,9 +104,9 @@ def _text(read: Any) -> str:
 
 
 def _element(arrays: Sequence[VirtualArray], offset: int) -> str:
-    """Describes the element at this byte of the reservation, in the first array that has one.
+    """Describes the element at this byte of the reservation, in the first array that contains it.
 
-    Returns "" if no array has an element there.
+    Returns "" if no array contains it.
     """
     for array in arrays:
         index = array.index_of(offset)

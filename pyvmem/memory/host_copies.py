@@ -6,10 +6,9 @@ Used by vLLM's KV offloading on the pool and by `KVCache.swap_out`.
     StreamCopies   on a GPU: a Triton kernel on its own stream, which accepts plain addresses
     ThreadCopies   on the CPU: memcpy in its own thread
 
-The copies of one object run in the order in which they are started, after the steps launched before
-them.
-If the kernel or the memcpy cannot be started, libvmem's staged copies are used, which are slow but
-need no device memory.
+One object's copies run in the order in which they were started, after the steps launched before
+them. If the kernel or the memcpy cannot be started, libvmem's staged copies are used, which are
+slow but need no device memory.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ __all__ = [
     "split",
 ]
 
-THREAD_BLOCKS = 8  # as fast as 64 on an H100; leaves 124 multiprocessors to the model
+THREAD_BLOCKS = 8  # as fast as 64 on an H100; leaves 124 multiprocessors for the model
 _PART = 64 << 10  # maximum bytes that a thread block copies at a time
 _REGISTERED = 64 << 30  # maximum bytes to page-lock per call, since drivers limit it
 _PORTABLE_AND_MAPPED = 3
@@ -266,7 +265,7 @@ class ThreadCopies:
             ctypes.memmove(target, source, size)
 
     def events(self) -> tuple[Any, ...]:
-        """Waits for the copies; returns no events."""
+        """Waits for the copies; returns an empty tuple."""
         self.fence(None)
         return ()
 
@@ -424,7 +423,7 @@ def has_kernel(context: Context) -> bool:
 def copy_now(context: Context, to_host: bool, pieces: Pieces) -> bool:
     """Copies from or to page-locked memory with the kernel, synchronously.
 
-    Returns false, and copies nothing, if the kernel cannot run: the context is on the CPU, torch
+    Returns false without copying if the kernel cannot run: the context is on the CPU, torch
     lacks CUDA, or Triton is missing.
     """
     number = context.cuda_device

@@ -71,7 +71,7 @@ class RangeFlags(enum.Flag):
 
 
 class Inject(enum.IntFlag):
-    """Driver calls that `Context.inject` makes fail."""
+    """Driver calls that `Context.inject` can make fail."""
 
     MAP = _c("VMEM_INJECT_MAP")
     UNMAP = _c("VMEM_INJECT_UNMAP")
@@ -84,7 +84,7 @@ class Inject(enum.IntFlag):
 
 
 def sizes_of_mask(mask: int) -> tuple[int, ...]:
-    """Returns the sizes in a mask of page sizes: bit k stands for pages of 2^k bytes."""
+    """Returns the page sizes in a mask, in which bit k stands for 2^k bytes."""
     return tuple(1 << k for k in range(64) if mask >> k & 1)
 
 

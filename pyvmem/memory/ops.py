@@ -15,8 +15,8 @@ from pyvmem.plumbing.validation import expect
 
 __all__ = ["OpBatch"]
 
-# Fields of struct vmem_op. One pack_into is three times faster than assigning them through cffi.
-# `_check_layout` compares this layout with the compiler's.
+# Fields of struct vmem_op. A single pack_into is three times faster than assigning them through
+# cffi. `_check_layout` compares this layout with the compiler's.
 _FIELDS: Final = (
     *("op", "flags", "addr", "bytes", "count", "stride"),
     *("handle", "offset", "location", "device", "page_size", "value"),
@@ -144,13 +144,13 @@ class OpBatch:
             readonly: make writes through this mapping an error.
             consume: on success, drop the reference that `pages` holds; the mapping then owns the
                 pages.
-            replace: map over existing mappings, which must cover the whole range and whose
-                references are dropped. `pages` must have been mapped before. GPU work must not
-                access the range during the batch, except on ``uvm`` if no large page is created or
-                removed (`vmem.h`, VMEM_OP_REPLACE).
+            replace: map over existing mappings, which must cover the whole range; their references
+                are dropped. `pages` must have been mapped before. GPU work must not access the
+                range during the batch, except on ``uvm`` if no large page is created or removed
+                (`vmem.h`, VMEM_OP_REPLACE).
             offset_stride: bytes between the pieces' pages within `pages`; 0: `size`.
-            split: with `replace`, split large entries that a piece covers partly. No GPU work may
-                access any part of such an entry's 2 MiB until the batch is finished.
+            split: with `replace`, split large entries that a piece partly covers. GPU work must not
+                access any part of those entries' 2 MiB blocks until the batch is finished.
         """
         flags = (_READONLY if readonly else 0) | (_CONSUME if consume else 0)
         if replace:
@@ -205,9 +205,9 @@ class OpBatch:
             spread: place each run in its own 2 MiB chunk, as long as there are empty chunks.
             location: a `Location`.
             device: CUDA ordinal for `Location.PEER`.
-            copy_from: mapped address from which the new pages are initialized, instead of with
-                zeros; it need not be aligned. Unmapping it before the batch is finished raises
-                `Busy`.
+            copy_from: mapped address whose contents are copied to the new pages, which are
+                otherwise zeroed; it need not be aligned. Unmapping it before the batch is finished
+                raises `Busy`.
             copy_stride: bytes between the pieces' sources; 0: all pieces copy the same source.
             copy_bytes: bytes copied per piece; the remaining bytes are zeroed. 0: the entire piece.
         """
@@ -244,9 +244,9 @@ class OpBatch:
     ) -> None:
         """Unmaps every piece. Unless `holes` is set, every piece must be fully mapped.
 
-        With `split`, splits large entries that a piece covers partly: no GPU work may access any
-        part of such an entry's 2 MiB until the batch is finished. Without `split`, such a piece
-        raises `InvalidArgument`.
+        With `split`, splits large entries that a piece partly covers: GPU work must not access any
+        part of those entries' 2 MiB blocks until the batch is finished. Without `split`, such a
+        piece raises `InvalidArgument`.
         """
         flags = (_HOLES if holes else 0) | (_SPLIT if split else 0)
         end = self._end
@@ -267,7 +267,7 @@ class OpBatch:
     ) -> None:
         """Remaps every piece with the fewest driver calls and entries, as `Context.join` does.
 
-        Unless `holes` is set, every piece must be fully mapped before the batch. No GPU work may
+        Unless `holes` is set, every piece must be fully mapped before the batch. GPU work must not
         access the pieces until the batch is finished.
         """
         end = self._end

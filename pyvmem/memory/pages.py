@@ -227,7 +227,7 @@ class Ticket:
         self._dropped = True
 
     def done(self) -> bool:
-        """Returns true if the batch has finished or failed; does not wait.
+        """Returns true if the batch has finished or failed, without waiting.
 
         Raises:
             BadHandle: as for `wait`.
@@ -242,8 +242,8 @@ class Ticket:
         """Waits until the mappings are done, then makes `stream` wait for the fills.
 
         Args:
-            stream: a stream as in ``after``; None: the current stream. For an event, which cannot
-                wait, and on ``host``, this method does the same as `wait`.
+            stream: a stream as in ``after``; None: the current stream. For an event (which cannot
+                wait) and on ``host``, this method is equivalent to `wait`.
 
         Raises:
             NotGpuWork: `stream` is neither a stream nor an event.
@@ -278,8 +278,8 @@ class Ticket:
 def drop_forgotten(vm: int, numbers: deque[int]) -> None:
     """Drops tickets whose objects were garbage-collected before the result was known."""
     while numbers:
-        # Several threads may run this loop at once. A number is removed only after its ticket is
-        # dropped, so no ticket is missed.
+        # Several threads may run this loop concurrently. A number is removed only after its ticket
+        # is dropped, so no ticket is missed.
         try:
             number = numbers[0]
             _native.ticket_drop(vm, number)

@@ -163,7 +163,7 @@ class Reservation(Closable):
         self._context.unmap(self._at(offset, size, "vMemUnmap"), size)
 
     def join(self, offset: int = 0, size: int | None = None) -> int:
-        """Remaps pages that were mapped one by one, as one mapping per run; see `Context.join`."""
+        """Remaps pages mapped one at a time, as one mapping per run; see `Context.join`."""
         length = self.nbytes - offset if size is None else size
         return self._context.join(self._at(offset, length, "vmem_join"), length)
 
@@ -196,7 +196,7 @@ class Reservation(Closable):
         """Returns an array over the addresses, for any library (through ``__dlpack__`` and others).
 
         This call neither reads nor writes memory, which need not be mapped until elements are used.
-        On the CPU, reading an unmapped element raises `NotMapped`, and writing it kills the
+        On the CPU, reading an unmapped element raises `NotMapped`, and writing to it kills the
         process; on a GPU, both break the CUDA context.
 
         Args:
@@ -239,7 +239,7 @@ class Reservation(Closable):
         """Returns a writable memoryview of the bytes. Works only on ``host``.
 
         Raises:
-            NotSupported: the CPU cannot reach this back end's memory.
+            NotSupported: the CPU cannot access this back end's memory.
         """
         length = self.nbytes - offset if nbytes is None else nbytes
         return self.array((length,), "uint8", None, offset).buffer()

@@ -77,7 +77,7 @@ class AddressSpace:
         return bytes(_native.ffi.buffer(buffer, size))
 
     def read_into(self, addr: int, data: Any) -> None:
-        """Fills `data`, a writable buffer, from the device. The buffer may be pinned host memory.
+        """Fills the writable buffer `data` from the device. The buffer may be pinned host memory.
 
         Raises:
             NotMapped: part of the range is not mapped.
@@ -147,6 +147,6 @@ class AddressSpace:
             kinds: the kinds of calls to fail.
             skip: number of calls that pass first.
             count: number of calls that fail; 0 stops the injection.
-            error: positive errno with which the calls fail.
+            error: positive errno of the injected failures.
         """
         _native.inject(self.handle, operator.index(kinds), skip, count, error)

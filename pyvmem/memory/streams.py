@@ -16,7 +16,7 @@ work outside the capture. Calls that would need either are rejected (InvalidArgu
 capture continues. Therefore call a cache before or after a capture, not within it. Querying whether
 work is complete is allowed during a capture in any thread and mode (`relaxed`).
 
-This module does not import torch or cuda.core: whoever passes their objects has imported them.
+This module does not import torch or cuda.core: callers that pass their objects have imported them.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class _CurrentStream:
 CurrentStream: Final = _CurrentStream()
 """Stands for torch's current stream on the context's device when the call is made.
 
-On ``host``, it stands for no work.
+It is ignored on ``host``.
 """
 
 
@@ -306,7 +306,7 @@ def stream_handle(stream: Any, device: int | None) -> int:
             the handle is always 0.
 
     Raises:
-        NotGpuWork: `stream` is not a stream; an event is not accepted either.
+        NotGpuWork: `stream` is not a stream (events are rejected).
     """
     work = work_of(stream)
     if not work.is_stream:
@@ -414,7 +414,7 @@ def refuse_captured_handle(handle: int) -> None:
 
 
 def wait_readable(fd: int, wanted: Callable[[], bool] = lambda: True) -> None:
-    """Waits until a descriptor polls readable or fails, or a signal handler raises.
+    """Waits until a descriptor polls readable or fails, or until a signal handler raises.
 
     Args:
         fd: the descriptor.

@@ -61,7 +61,7 @@ class Closable(Scoped):
 class MustClose(Closable):
     """A `Closable` that causes a ResourceWarning if it is garbage-collected while open.
 
-    In that case, nothing is freed unless a subclass does so.
+    Its resources are then not freed, unless a subclass frees them.
 
     A subclass sets `_closed`, which is True while there is nothing to close.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A lock on a directory, for processes and threads. Exiting releases it, and no file remains."""
+"""A directory lock for processes and threads, released on exit. It leaves no file behind."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Reply:
-    """A response: status, content type (`kind`), body and further headers."""
+    """A response: status, content type (`kind`), body and additional headers."""
 
     status: int
     kind: str
@@ -57,7 +57,7 @@ class Reply:
 
     @classmethod
     def error(cls, status: int, message: str, /, **more: Any) -> Reply:
-        """Creates an error reply with a message and further fields for programs."""
+        """Creates an error reply with a message and additional fields for programs."""
         return cls.of({"error": {"message": message, **more}}, status)
 
 
@@ -184,7 +184,7 @@ def _handler(answer: Callable[[Request], Reply], token: str) -> type[BaseHTTPReq
         def _discard(self) -> None:
             """Reads the remaining body of a rejected request.
 
-            Otherwise the client's send would fail, and the client would get no reply.
+            Otherwise the client's send would fail before the client reads the reply.
             """
             left = _MOST_DISCARDED
             with contextlib.suppress(OSError):
@@ -197,6 +197,6 @@ def _handler(answer: Callable[[Request], Reply], token: str) -> type[BaseHTTPReq
             return ""
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Does nothing: a library does not print."""
+            """Does nothing: a library should not print."""
 
     return Handler

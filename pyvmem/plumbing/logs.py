@@ -2,7 +2,7 @@
 """Logs under the logger ``pyvmem``.
 
 Each module has its own child logger. The level *info* reports the opened back end and why others
-could not be used; *debug* is for how a cache handles memory shortage and page changes (reclaiming,
+could not be used; *debug* shows how a cache handles memory shortages and page changes (reclaiming,
 eviction, promotion, joins, trims); *warning* is for problems that an operator should know about, at
 most once a minute per cause. A call that finds enough memory logs nothing.
 """

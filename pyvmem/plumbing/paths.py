@@ -95,7 +95,7 @@ def written(text: str) -> Path:
 
 
 def folder_in(variable: str, environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Returns the directory that a variable names, with ``~`` expanded; None if empty or unset.
+    """Returns the directory that `variable` names, with ``~`` expanded; None if empty or unset.
 
     Raises:
         InvalidArgument: the user after ``~`` does not exist.

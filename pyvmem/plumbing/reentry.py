@@ -49,12 +49,12 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def free_in_children(lock: RLock) -> None:
-    """Makes a lock free in forked children, whichever thread held it."""
+    """Makes a lock free in forked children, no matter which thread held it."""
     _locks.add(lock)
 
 
 def reentrant_lock() -> RLock:
-    """Returns a re-entrant lock that is free in a forked child, whichever thread held it."""
+    """Returns a re-entrant lock that is free in forked children, no matter which thread held it."""
     lock = RLock()
     _locks.add(lock)
     return lock
@@ -111,7 +111,7 @@ _ends: deque[tuple[Callable[[], object], list[Any]]] = deque()  # calls deferred
 def when_collected(owner: object, end: Callable[[], object]) -> weakref.finalize[..., Any]:
     """Calls `end` when an object is garbage-collected, but not at interpreter exit.
 
-    If the collection interrupts a call of this package, `end` is called in a new thread: this
+    If the collection interrupts a call into this package, `end` is called in a new thread: this
     thread may hold locks or be about to query the error of its last C call.
     """
     if _ends:
@@ -144,7 +144,7 @@ def _make_ends() -> None:
         except IndexError:
             return
         try:
-            # `end` must wait for GPU work of the thread that owned the object
+            # `end` must wait for the GPU work of the thread in which the object was collected
             for stream in streams:
                 sys.modules["torch"].cuda.set_stream(stream)
         except Exception:

@@ -2,8 +2,8 @@
 """Cleans up libvmem objects whose Python owners were lost.
 
 An asynchronous exception (Ctrl-C) may be raised just after an object was created, before its caller
-has a reference, or while the object is being closed. Then no caller can close it. Nor can a
-finalizer, which may run between a failed C call and the query of its error, and whose exceptions
+has a reference, or while the object is being closed. Then no caller can close it. A finalizer
+cannot be used: it may run between a failed C call and the query of its error, and its exceptions
 would be ignored. Therefore the libvmem objects that a Python object creates are recorded
 separately, and creating the next Python object of the same kind frees those of lost owners.
 """

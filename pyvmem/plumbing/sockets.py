@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Unix sockets that only one user's processes can reach."""
+"""Unix sockets that only one user's processes can connect to."""
 
 from __future__ import annotations
 
