@@ -185,7 +185,7 @@ class KVEvents:
 def _events(change: Change, unit: int, copies: dict[int, int]) -> list[KVEvent]:
     """Returns the events of a change and updates `copies`.
 
-    Blocks that other namespaces of the same name also contain cause no event.
+    Blocks that are also in other namespaces of the same name do not cause events.
     """
     hashes, name = block_hashes(change.ids, unit), _named(change.ids.namespace)
     blocks = hashes[change.first :]

@@ -143,7 +143,7 @@ class Manager:
         self.lengths[index] = 0
 
     def free_blocks(self) -> int:
-        """Returns the number of KV blocks that the requests' lengths do not need."""
+        """Returns the number of KV blocks that are not needed for the requests' lengths."""
         total = self.cache.stats().total_pages // self.cache.layout.num_tensors
         return max(0, total - self._needed(self.lengths))
 
@@ -165,7 +165,7 @@ class Manager:
             raise self._short([tokens]) from None
 
     def _needed(self, lengths: Sequence[int]) -> int:
-        """Returns the number of KV blocks that these lengths need; common blocks count once."""
+        """Returns the number of KV blocks needed for these lengths; common blocks count once."""
         common = 0 if self.common is None else self.common.pages
         own = (self.cache.layout.pages_for(length) - common for length in lengths)
         return common + sum(max(0, pages) for pages in own)
@@ -211,7 +211,7 @@ class Manager:
         if self.common is not None:
             rows = max(rows, self.common.rows)
         if rows < self.cache.snapshot()[index].seq_len:
-            # copies no page, since the request's own pages are not shared
+            # does not copy pages, since the request's own pages are not shared
             self.cache.truncate(index, rows)
         self.lengths[index] = length
 

@@ -83,7 +83,7 @@ class TorchMemorySaver:
         """Sets the context that pages come from. The caller closes it, after `close`.
 
         Raises:
-            Busy: the pool is open already.
+            Busy: the pool is already open.
         """
         with self._lock:
             if self._pools:

@@ -209,7 +209,7 @@ def cleanup() -> None:
 
 
 def alloc_new_batch_idx(seqlen: int) -> int:
-    """Assigns an id to a request that will hold `seqlen` tokens; maps nothing.
+    """Assigns an id to a request that will hold `seqlen` tokens, without mapping memory.
 
     Returns:
         The id, an index into the tensors and into `step`'s list, or -1 if every id is in use.
@@ -242,8 +242,8 @@ def step(seq_lens: Sequence[int], eager_reclaim: bool) -> None:
         eager_reclaim: unmap the pages of free ids immediately.
 
     Raises:
-        OutOfKVBlocks: memory is short. InvalidArgument: the list has the wrong length, or a number
-            in it is out of range.
+        OutOfKVBlocks: there is not enough memory. InvalidArgument: the list has the wrong length,
+            or a number in it is out of range.
     """
     with _lock:
         _the().step(seq_lens)
