@@ -98,7 +98,7 @@ def run(setting: Setting, part: Part, deadline: Deadline) -> None:
 
 
 class _Busy:
-    """One system's turn: maps, then unmaps, each under a kernel of `seconds` (0: no kernel)."""
+    """One system's turn: maps, then unmaps, each while a kernel runs (0 `seconds`: no kernel)."""
 
     def __init__(
         self,

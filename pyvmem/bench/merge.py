@@ -51,7 +51,7 @@ def _rank(part: Part) -> tuple[int, int]:
 
 
 def load_together(paths: Sequence[Path], kind: str) -> list[dict[str, Any]]:
-    """Loads results from one machine, all in format `kind`, ordered by the start of the run.
+    """Loads matching results of the format `kind`, in the order in which their runs started.
 
     Raises:
         MergeError: the files do not match, or one is not a result.

@@ -223,7 +223,7 @@ class Manager:
                 self.cache.truncate(index, slot.seq_len)
 
     def map_ahead(self) -> None:
-        """Starts mapping one more token's rows per request; the next step reports any shortage."""
+        """Starts mapping one more token for each request; the next step reports any shortage."""
         longest = self.cache.config.max_seq_len
         self.cache.step_async(
             [min(length + 1, longest) if length else 0 for length in self.lengths]

@@ -196,7 +196,7 @@ def reserve_physical_pages(free_memory: int) -> int:
 
 
 def cleanup() -> None:
-    """Ends the cache, waits for its GPU work and frees its memory; does nothing without a cache."""
+    """Ends the cache, if any: waits for its GPU work and frees its memory."""
     global _manager
     with _lock:
         if _manager is not None:
@@ -225,7 +225,7 @@ def free_batch_idx(reqId: int) -> None:  # the artifact's name
 
 
 def num_free_kvblocks() -> int:
-    """Returns the number of KV blocks, mapped or not, that the requests' lengths do not need."""
+    """Returns the number of KV blocks that the requests do not need, whether mapped or not."""
     with _lock:
         return _the().free_blocks()
 

@@ -56,7 +56,7 @@ class Verdict:
     """The outcome of `compare`.
 
     Attributes:
-        requests, identical: numbers of requests compared, and of those that match in every token.
+        requests, identical: number of requests compared, and number that match in every token.
         allowed: maximum number of requests that may differ at a tie.
         differences: all differences found.
         passed: whether the rule at the top of this module holds.
