@@ -4,7 +4,7 @@
 Every call is timed individually from Python, through cffi for vmem and through cuda.bindings for
 the baseline. The times include what Python and the binding add (`overhead`, measured with an empty
 call); `net` excludes it. Pages are mapped unzeroed (VMEM_CREATE_DIRTY), because cuMemMap does not
-write either; `map_zeroed` is our default.
+write to memory either; `map_zeroed` is our default.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def load_together(paths: Sequence[Path], kind: str) -> list[dict[str, Any]]:
 
 
 def merge(paths: Sequence[Path]) -> Record:
-    """Merges all parts into one record; machine and method are those of the first run.
+    """Merges all parts into one record; machine and method come from the first run.
 
     Raises:
         MergeError: the files do not match, or one is not a result.

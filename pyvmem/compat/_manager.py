@@ -129,7 +129,7 @@ class Manager:
         return reqid
 
     def free(self, reqid: int) -> None:
-        """Frees a request's id; does nothing for a free id."""
+        """Frees a request's id; does nothing if the id is free."""
         index, last = operator.index(reqid), len(self.lengths) - 1
         if not 0 <= index <= last:
             raise invalid(
@@ -230,7 +230,7 @@ class Manager:
         )
 
     def reclaim(self, keep_next: bool) -> None:
-        """Unmaps idle pages in the background; if `keep_next`, keeps those of the next slot."""
+        """Unmaps idle pages in the background, except the next slot's if `keep_next` is true."""
         keep: list[int] = []
         if keep_next:
             free = [slot for slot in self.cache.snapshot() if slot.state == "cached"]

@@ -286,7 +286,7 @@ class TorchMemorySaver:
         tag: str = "default",
         enable_cpu_backup: bool = False,
     ) -> Iterator[None]:
-        """Captures as `torch.cuda.graph` does; a replay may use only tensors of resumed regions.
+        """Captures as `torch.cuda.graph` does; a replay may use only tensors in resumed regions.
 
         Warns that the graph's own memory is not paused: `tag` and `enable_cpu_backup` have no
         effect. The other arguments are those of `torch.cuda.graph`.

@@ -152,7 +152,7 @@ def generate(count: int, seed: int) -> list[Request]:
     """Generates requests about as long as those in Azure's 2023 conversation trace.
 
     The lengths are log-normal, with the trace's medians (1,020 and 129 tokens), and are cut at its
-    maximum lengths (14,050 and 1,000). The same seed gives the same requests.
+    maximum lengths (14,050 and 1,000). The same seed produces the same requests.
 
     Raises:
         InvalidArgument: `count` is not positive.

@@ -4,7 +4,7 @@
 It is registered under the name "vmem" with transformers' public `AttentionInterface`. Since no mask
 function has that name, transformers does not create a mask. The step is passed with each call, as
 the keyword `vmem_step` that transformers forwards to the attention function, so this module keeps
-no state. The kernels are those of `pyvmem.attention`.
+no state. The kernels come from `pyvmem.attention`.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Scheduler:
 
         Returns:
             The step's sequences, with `chunk` set and memory for all their rows, and None; or an
-            empty list, and a sequence that was removed because it does not fit even alone.
+            empty list, and a sequence that was removed because it does not fit even on its own.
 
         Raises:
             RuntimeError: sequences are waiting, but the cache has no slot for any of them.

@@ -188,7 +188,7 @@ def compare(
     """Applies the module's rule to an engine's answers; serves differing requests again.
 
     Args:
-        cache: the cache with which differing requests are served again.
+        cache: the cache used to serve differing requests again.
         expected: the references by request id.
     """
     found: list[Difference] = []
