@@ -138,7 +138,7 @@ __version__: str = _native.version()
 
 
 def __getattr__(name: str) -> Any:
-    # These names are imported on demand: caches need torch, the core does not.
+    # Imported on demand, since caches need torch and the core does not.
     if name in _OF_CACHES:
         return getattr(importlib.import_module(_OF_CACHES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Builds the extension module ``pyvmem._vmem`` from libvmem's sources (cffi, API mode).
 
-The declarations are those of libvmem/include/vmem.h, stripped of comments and preprocessor lines,
-so that no second copy can become outdated. In API mode, the C compiler checks every structure,
+The declarations are taken from libvmem/include/vmem.h, without comments and preprocessor lines, so
+there is no second copy to keep up to date. In API mode, the C compiler checks every structure,
 enumeration and prototype against the header. setup.py runs this module; the package never imports
 it.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Reports the prefixes that a cache records and evicts as vLLM's KV events, for routers.
+"""Reports a cache's recorded and evicted prefixes as vLLM's KV events, for routers.
 
     events = KVEvents(cache)
     ...
@@ -143,9 +143,10 @@ class KVEvents:
         return f"<KVEvents of {self._cache!r}>"
 
     def poll(self) -> list[KVEvent]:
-        """Returns the events since the last call, in order. Raises BadHandle on a closed cache.
+        """Returns the events since the last call, in order.
 
-        If an exception interrupts a call, the next call reports its events.
+        If an exception interrupts a call, the next call reports its events. Raises BadHandle if the
+        cache is closed.
         """
         events, told = self._untold()
         self._told = told  # set last, so that an exception before this line loses nothing
@@ -185,7 +186,7 @@ class KVEvents:
 def _events(change: Change, unit: int, copies: dict[int, int]) -> list[KVEvent]:
     """Returns the events of a change and updates `copies`.
 
-    Blocks that other namespaces of the same name also contain cause no event.
+    Blocks that are also in other namespaces of the same name do not cause events.
     """
     hashes, name = block_hashes(change.ids, unit), _named(change.ids.namespace)
     blocks = hashes[change.first :]

@@ -9,8 +9,8 @@
     prometheus_client.REGISTRY.register(telemetry)      # or among an engine's own metrics
     telemetry.instrument(opentelemetry.metrics.get_meter("pyvmem"))
 
-The numbers are those of `CacheStats`; they are read on demand, so a cache that is not scraped
-has no overhead. Caches are held weakly; closed caches are no longer reported.
+The values come from `CacheStats` and are read on demand, so a cache that is not scraped has no
+overhead. Caches are held weakly; closed caches are no longer reported.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _SHORTEST, _LONGEST = 10, 34  # buckets cover waits from 1 us to 17 s
-_SAME_S = 0.05  # all instruments of a collection share numbers at most this old
+_SAME_S = 0.05  # all instruments of a collection share values at most this old
 _PREFIX = "pyvmem_"
 
 
@@ -81,7 +81,7 @@ class Family:
 
 @dataclass(frozen=True)
 class _Metric:
-    """Defines how to compute a family from a cache's numbers."""
+    """Defines how to compute a family from a cache's statistics."""
 
     name: str
     kind: str
@@ -266,7 +266,7 @@ def _waits(stats: CacheStats, labels: Mapping[str, str]) -> Iterator[Sample]:
 
 
 class Telemetry:
-    """Exports the numbers of several caches; see the module's docstring. Thread-safe."""
+    """Exports the metrics of several caches; see the module's docstring. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = reentrant_lock()
@@ -407,7 +407,7 @@ class Telemetry:
     # ---- for vmem watch --------------------------------------------------------------------------
 
     def caches(self) -> dict[str, Any]:
-        """Returns each cache's numbers, and its slots if it has `snapshot`, as data for JSON."""
+        """Returns each cache's statistics, and its slots if it has `snapshot`, as data for JSON."""
 
         def slots(cache: _Cache) -> list[SlotInfo]:
             snapshot: Callable[[], list[SlotInfo]] | None = getattr(cache, "snapshot", None)
@@ -446,7 +446,7 @@ def _escaped(text: str) -> str:
 
 
 def prometheus_text(families: Iterable[Family]) -> str:
-    """Returns families in Prometheus's text format."""
+    """Returns families in the Prometheus text format."""
     lines = []
     for family in families:
         name = family.name + ("_total" if family.kind == "counter" else "")

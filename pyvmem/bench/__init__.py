@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: MIT
-"""Implements `vmem bench api`. A part that needs an optional package reports if it is missing."""
+"""Implements `vmem bench api`. Parts report if an optional package is missing."""
 
 __all__: list[str] = []

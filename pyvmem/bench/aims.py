@@ -23,7 +23,7 @@ _GPUS = ("H100", "H200")
 
 
 def compute(record: Record, system: str) -> list[dict[str, Any]]:
-    """Computes all aims; an aim whose rows are missing has no value and names the first one."""
+    """Computes all aims; an aim with missing rows has no value and names the first of them."""
     aims = Aims(record, system)
     _single_pages(aims)
     _steps(aims)
@@ -280,8 +280,8 @@ def _attention(aims: Aims) -> None:
 def _over_baselines(ours: int) -> Callable[..., float]:
     """Returns a function that divides the median of the vmem buffers by that of the baselines.
 
-    The function gets the rows of all buffers, of which the first `ours` are the vmem buffers, and
-    takes the median of each group's medians.
+    The function takes the rows of all buffers, with the `ours` vmem buffers first, and uses the
+    median of each group's medians.
     """
 
     def value(*rows: Any) -> float:

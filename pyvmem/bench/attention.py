@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Unmodified attention kernels, and a plain read, over vmem pages and over cudaMalloc memory.
+"""Measures unmodified attention kernels and a plain read, over vmem pages and cudaMalloc memory.
 
-Memory placement alone changes such a kernel's time by several percent, so the baseline is
-allocated several times and the spread is reported with the ratio. Every buffer holds the same
-numbers, and the outputs are compared bit by bit. The GPU itself measures the times (with events),
-one call per sample; the buffers take turns.
+Memory placement alone changes a kernel's time by several percent, so the baseline is allocated
+several times and the spread is reported with the ratio. Every buffer holds the same values, and the
+outputs are compared bit for bit. Times are measured on the GPU with events, one call per sample;
+the buffers take turns.
 """
 
 from __future__ import annotations

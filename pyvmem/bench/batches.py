@@ -78,7 +78,7 @@ def _rows(setting: Setting, book: Book, how: str, page: int, note: str) -> tuple
 
 
 def _driver_calls(n: Native, map_ops: Any, unmap_ops: Any) -> str:
-    """Counts the driver calls of the two batches by running each once."""
+    """Counts the driver calls that the two batches make, by running each once."""
     before = n.stats()
     n.batch(map_ops)
     n.batch(unmap_ops)

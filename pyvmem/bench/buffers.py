@@ -36,7 +36,7 @@ def vmem_names() -> list[str]:
 
 
 class Buffers:
-    """Tensors of `nbytes` bytes each, all filled with the same random bfloat16 numbers.
+    """Tensors of `nbytes` bytes each, all filled with the same random bfloat16 values.
 
     Attributes:
         tensors: one-dimensional tensors, keyed by the names from `malloc_names` and `vmem_names`.

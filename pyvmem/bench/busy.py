@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Mapping while a kernel keeps every multiprocessor of the GPU full of threads.
+"""Measures mapping while a kernel fills every multiprocessor of the GPU with threads.
 
 Each round maps and unmaps pages while the GPU is idle, and again under a kernel that runs many
 times longer than the calls take. After the calls, the benchmark checks that the kernel is still
@@ -28,7 +28,7 @@ __all__ = ["run"]
 def run(setting: Setting, part: Part, deadline: Deadline) -> None:
     """Times mapping existing pages without zeroing, and the calls of a cache.
 
-    Our pages have `Setting.single` bytes, those of cuMem 2 MB.
+    Our pages are `Setting.single` bytes, cuMem's are 2 MB.
     """
     if setting.cuda is None or setting.cumem is None:
         part.not_run("*", setting.cuda_why)
@@ -98,7 +98,7 @@ def run(setting: Setting, part: Part, deadline: Deadline) -> None:
 
 
 class _Busy:
-    """One system's turn: maps, then unmaps, each under a kernel of `seconds` (0: no kernel)."""
+    """One system's turn: maps, then unmaps, each while a kernel runs (0 `seconds`: no kernel)."""
 
     def __init__(
         self,

@@ -4,7 +4,7 @@
 Every call is timed individually from Python, through cffi for vmem and through cuda.bindings for
 the baseline. The times include what Python and the binding add (`overhead`, measured with an empty
 call); `net` excludes it. Pages are mapped unzeroed (VMEM_CREATE_DIRTY), because cuMemMap does not
-write either; `map_zeroed` is our default.
+write to memory either; `map_zeroed` is our default.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _page(book: _Book, op: str) -> list[float]:
 
 
 class _Ours:
-    """Times the calls of libvmem's back end, at one page size."""
+    """Times libvmem's calls at one page size."""
 
     def __init__(self, setting: Setting, page: int) -> None:
         self.n = setting.native
@@ -85,7 +85,7 @@ class _Ours:
         self._release(_page(book, "unmap_release"))
 
     def cold_turn(self) -> None:
-        """Creates a page from an empty pool, which takes a slab from the driver."""
+        """Creates a page while the pool is empty, so that the driver has to allocate a slab."""
         n = self.n
         n.trim()
         args = [(n.vm, self.page, self.dirty, self.handles)]
@@ -97,7 +97,7 @@ class _Ours:
 
 
 class _OurRanges:
-    """Times reserving and freeing addresses with libvmem's back end."""
+    """Times reserving and freeing addresses with libvmem."""
 
     def __init__(self, setting: Setting, *, plain: bool) -> None:
         self.n = setting.native
@@ -117,7 +117,7 @@ class _OurRanges:
 
 
 class _Cumem:
-    """Times the calls of cuMem* with 2 MB pages."""
+    """Times cuMem* calls with 2 MB pages."""
 
     def __init__(self, setting: Setting) -> None:
         assert setting.cumem is not None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """`vmem bench api`: measures libvmem's calls and CUDA's alternately in one process.
 
-The other benchmarks of `vmem bench` are a separate distribution, pyvmem-bench (benchmarks/ in
+The other benchmarks of `vmem bench` are in a separate distribution, pyvmem-bench (benchmarks/ in
 the repository), which provides the package `vmem_bench`.
 """
 
@@ -116,7 +116,7 @@ def add_parser(sub: Any) -> None:
 
 def _add_missing(which: Any, name: str) -> None:
     """Adds a stub for a benchmark that is not installed; the stub says how to install it."""
-    # With no prefix character, options parse as positional arguments, so none is rejected.
+    # Without prefix characters, options parse as positional arguments, so none are rejected.
     parser = which.add_parser(name, help="not installed", add_help=False, prefix_chars="\0")
     parser.add_argument("arguments", nargs="*")
     parser.set_defaults(run=_missing)

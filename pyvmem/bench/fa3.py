@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """FlashAttention-3 as vLLM compiles it: one torch op in a shared object, `_vllm_fa3_C.fwd`.
 
-The schema is that of vLLM 0.24.0, whose op is built for torch 2.11 and compute capability 9.0.
+The schema matches vLLM 0.24.0, whose op is built for torch 2.11 and compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ def call(
 
     Args:
         op: the op from `load`.
-        q: ``[tokens, heads, dim]``, requests one after another.
+        q: ``[tokens, heads, dim]``, with the requests concatenated.
         k, v: ``[requests, rows, kv_heads, dim]`` or, with a table, ``[blocks, block, kv_heads,
             dim]``.
         starts: index in `q` of each request's first token, then the total; int32 ``[requests +
             1]``.
-        used: number of rows of each request, int32 ``[requests]``.
+        used: number of rows per request, int32 ``[requests]``.
         max_q, max_kv: maximum number of new tokens and of rows per request.
         table: each request's blocks, int32 ``[requests, blocks per request]``.
         splits: number of parts into which a request's rows are divided; 0 lets the op choose.

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
 """Copies scattered pages to host memory and back, as KV offloading and `KVCache.swap_out` do.
 
-Runs the kernel of `pyvmem.memory.host_copies` with several numbers of thread blocks, over plain
+Runs the kernel of `pyvmem.memory.host_copies` with different numbers of thread blocks, over plain
 addresses and pinned host memory. Times come from GPU events around the copy, so they include
-sending the descriptors to the GPU. On the CPU, memcpy makes the same copies. For comparison, the
-host's clock times libvmem's own copies of the whole range, the fallback if the kernel is not
-available.
+sending the descriptors to the GPU. On the CPU, memcpy makes the same copies. For comparison,
+libvmem's own copies of the whole range, the fallback if the kernel is not available, are timed with
+the host's clock.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BLOCKS = (4, 8, 16, 64)
 def run(setting: Setting, part: Part, deadline: Deadline) -> None:
     """Measures the rows hostcopy/WAY/SYSTEM/BLOCKS: all pages of a range, in random order.
 
-    Rows ending in /library are libvmem's own copies.
+    Rows ending in /library measure libvmem's own copies.
     """
     try:
         import numpy as np

@@ -7,8 +7,8 @@ request. In *decode*, 256 requests grow page by page: a batch maps one page in e
 asks for pages that are neighbors (VMEM_OP_SPREAD); `consolidated` calls vmem_join on everything
 after every 131,072 pages, as an engine would at safe points, and before the teardown.
 
-The driver has handles for 524,288 mappings in all processes together, so a million pages that were
-mapped one by one cannot all be live; with `spread` and `consolidated` they can.
+The driver has handles for 524,288 mappings across all processes, so a million individually mapped
+pages cannot all be live; with `spread` and `consolidated` they can.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def level_name(pages: int) -> str:
 
 
 def run(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """Measures all patterns at all levels, smallest level first, while memory and time last."""
+    """Measures all patterns at all levels, smallest level first, until memory or time runs out."""
     if not Path("/proc/meminfo").exists():
         part.not_run("*", "kernel memory is read from /proc/meminfo, which does not exist")
         return
@@ -198,7 +198,7 @@ class _Spent:
 def _grow(
     n: Native, shape: Shape, base: int, pattern: Pattern, into: Samples, spent: _Spent
 ) -> None:
-    """Maps all pages in ten rounds; a sample is a batch's time divided by its pages."""
+    """Maps all pages in ten rounds; a sample is a batch's time divided by its page count."""
     every = _SAFE_POINT // shape.batch if pattern.join else 0
     op = {
         "op": POPULATE,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Estimates kernel memory by difference: memory that the system lost and no process gained.
+"""Estimates kernel memory as the memory that the system lost and no process gained.
 
 Two estimates are kept, since each has a blind spot:
 

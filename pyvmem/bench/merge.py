@@ -24,7 +24,7 @@ _STATES = ("not run", "failed", "partial", "done")
 
 
 class MergeError(ValueError):
-    """The files do not match, or one is not a result; the message says which one and why."""
+    """The files do not match, or one is not a result; the message says which and why."""
 
 
 def _load(path: Path, kind: str) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def _rank(part: Part) -> tuple[int, int]:
 
 
 def load_together(paths: Sequence[Path], kind: str) -> list[dict[str, Any]]:
-    """Loads results of one format and machine, in the order in which they were started.
+    """Loads matching results of the format `kind`, in the order in which their runs started.
 
     Raises:
         MergeError: the files do not match, or one is not a result.
@@ -65,7 +65,7 @@ def load_together(paths: Sequence[Path], kind: str) -> list[dict[str, Any]]:
 
 
 def merge(paths: Sequence[Path]) -> Record:
-    """Merges all parts into one record; machine and method are those of the first run.
+    """Merges all parts into one record; machine and method come from the first run.
 
     Raises:
         MergeError: the files do not match, or one is not a result.

@@ -26,7 +26,7 @@ _PLAIN = _native.constant("VMEM_RESERVE_PLAIN")
 
 
 class Native:
-    """Raw calls on an open Context, which the caller keeps and closes."""
+    """Raw calls on an open Context, which the caller owns and closes."""
 
     def __init__(self, context: Context) -> None:
         self.ffi: Any = ffi

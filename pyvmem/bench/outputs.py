@@ -21,7 +21,7 @@ __all__ = ["add_options", "document_of", "stoppable", "with_options"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--report`` and ``--plot`` to a benchmark with ``--out``."""
+    """Adds ``--report`` and ``--plot`` to a benchmark that has ``--out``."""
     add = parser.add_argument
     add(
         "--report",

@@ -196,7 +196,7 @@ class Record:
         return self.parts[part].find(row) if part in self.parts else None
 
     def document(self, raw: bool) -> dict[str, Any]:
-        """Returns the run as plain data; leaves the samples out unless `raw`."""
+        """Returns the run as plain data, with the samples only if `raw` is true."""
         parts = {}
         for name, part in self.parts.items():
             data = asdict(part)

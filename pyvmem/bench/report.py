@@ -13,7 +13,7 @@ __all__ = ["aims_table", "document", "head", "part_table"]
 
 
 def head(record: Record) -> str:
-    """Returns the report's head: machine, GPU, driver, commit, back ends."""
+    """Returns the report's header: machine, GPU, driver, commit, back ends."""
     m = record.machine
     commit = m["commit"] or "unknown"
     if m["dirty"]:
@@ -53,7 +53,7 @@ _LIVE = {  # columns of the live-pages table: the row, then its keys and their h
 
 
 def _live_table(part: Part) -> str:
-    """Formats the rows of live pages, with one line per page count, pattern and system."""
+    """Formats the live-pages rows, with one line per page count, pattern and system."""
     lines: dict[tuple[str, str, str], dict[str, dict[str, Any]]] = {}
     for row in part.rows:
         _, pattern, system, pages, what = row["id"].split("/")
@@ -124,6 +124,6 @@ def aims_table(record: Record) -> str:
 
 
 def document(record: Record) -> str:
-    """Returns the complete report: head, parts and aims."""
+    """Returns the complete report: header, parts and aims."""
     parts = [part_table(part) for part in record.parts.values()]
     return "\n\n".join(filter(None, [head(record), *parts, aims_table(record)]))

@@ -21,7 +21,7 @@ OUR_PAGES = (64 * KB, 128 * KB, 256 * KB, 2 * MB)
 
 
 def label(nbytes: int) -> str:
-    """Formats a page size for the names of rows: 64 KiB -> "64K"."""
+    """Formats a page size for use in row names: 64 KiB -> "64K"."""
     for unit, size in (("G", GB), ("M", MB), ("K", KB)):
         if nbytes >= size and nbytes % size == 0:
             return f"{nbytes // size}{unit}"
@@ -41,7 +41,7 @@ class Overheads:
 
 @dataclass
 class Setting:
-    """The systems of a run: `native` is ours; `cumem` and `cuda` are None without a GPU."""
+    """The systems to measure: `native` is ours; `cumem` and `cuda` are None if there is no GPU."""
 
     native: Native
     quick: bool = False
@@ -86,7 +86,7 @@ class Setting:
         return Context(self.system, device=self.device, pool_high=pool_high)
 
     def missing_pages(self, part: Part, row: str) -> None:
-        """Records as not run the paper's page sizes that our back end lacks."""
+        """Records the paper's page sizes that our back end lacks as not run."""
         for page in OUR_PAGES:
             if page not in self.pages:
                 part.not_run(

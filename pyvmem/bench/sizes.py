@@ -32,8 +32,8 @@ def _run_turn(setting: Setting, handle: int, addr: int, size: int, samples: Samp
 def run_bytes(setting: Setting, part: Part, deadline: Deadline) -> None:
     """Maps 2 MB of existing memory, with access, in four ways.
 
-    The ways: page by page; as one run on a 2 MB boundary, where the driver may use one large entry;
-    as one run off that boundary, where it cannot; as one cuMem page.
+    It is mapped page by page; as one run on a 2 MB boundary, where the driver may use one large
+    entry; as one run off that boundary, where it cannot; and as one cuMem page.
     """
     n, page, size, book = setting.native, setting.single, 2 * MB, Book(part)
     overhead, count = setting.overhead(n.system).each, size // setting.single

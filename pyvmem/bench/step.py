@@ -2,9 +2,9 @@
 """Measures what a KV cache step costs its caller.
 
 There are 256 requests of a model with 32 layers and 8 KV heads of 128 in bfloat16. A K and a V
-tensor per layer make 64 tensors; each row has 2 KB, so a page of 64 KB holds 32 tokens. An
-*event* is a step in which 8 of the requests need one more page in each tensor: 512 pages, no two of
-which are adjacent.
+tensor per layer make 64 tensors; each row is 2 KB, so a page of 64 KB holds 32 tokens. An *event*
+is a step in which 8 of the requests need one more page in each tensor: 512 pages, no two of which
+are adjacent.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def quiet() -> Iterator[None]:
 
 
 def time_each(fn: Callable[..., T], args: Iterable[tuple[Any, ...]], into: list[float]) -> list[T]:
-    """Calls `fn(*a)` for each `a`, times each call, and returns what the calls returned.
+    """Calls `fn(*a)` for each `a`, timing each call, and returns the results.
 
     The samples include the cost of two clock readings and of the Python call; the `noop` rows show
     how much that is.

@@ -101,7 +101,7 @@ class CuMem:
     """Prepares arguments for timed cuMem* calls on one device, and makes untimed calls.
 
     The timed loops call `driver.cuMem...` directly with the argument tuples built here, so that a
-    sample times a single call of cuda.bindings and none of our code.
+    sample covers one cuda.bindings call and none of our code.
     """
 
     def __init__(self, cuda: Cuda) -> None:

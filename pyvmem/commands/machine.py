@@ -87,7 +87,7 @@ def commit() -> tuple[str | None, bool | None]:
 
 
 def _gpu() -> dict[str, str] | None:
-    """Reads the first GPU's properties from nvidia-smi; changes no setting."""
+    """Reads the first GPU's properties from nvidia-smi."""
     line = _run("nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader", "--id=0")
     if not line:
         return None

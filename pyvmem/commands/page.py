@@ -2,7 +2,7 @@
 """Renders a run as one self-contained HTML file: machine, command, tables, pictures and raw data.
 
 Every benchmark and ``vmem selftest`` write it with ``--report FILE``; ``--plot FILE`` draws only
-the pictures. The page loads nothing and runs no script; its last link is the run's JSON.
+the pictures. The page does not load other files or run scripts; its last link is the run's JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pyvmem.plumbing.paths import replace_text
 
 __all__ = ["page", "picture", "write_report"]
 
-_MOST_BARS = 40  # maximum rows drawn in a picture; the table lists all rows
+_MOST_BARS = 40  # maximum number of rows in a picture; the table lists all rows
 _COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
 _STYLE = """
 :root { color-scheme: light dark }
@@ -44,7 +44,7 @@ Row = Mapping[str, Any]
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Returns an HTML table with escaped cells, numbers flush right."""
+    """Returns an HTML table with escaped cells and right-aligned numbers."""
     lines = ["<table><tr>" + "".join(f"<th>{html.escape(one)}</th>" for one in heads) + "</tr>"]
     for row in rows:
         cells = []
@@ -100,7 +100,7 @@ def _rows(rows: Sequence[Row]) -> str:
 
 
 def _shown(part: Document) -> dict[str, list[Row]]:
-    """Returns the rows to draw, by unit: times, or single numbers in a part without times."""
+    """Returns the rows to draw, by unit: times, or single numbers if the part has no times."""
     rows = [row for row in part["rows"] if "median" in row]
     rows = rows or [row for row in part["rows"] if "value" in row and "series" not in row]
     found: dict[str, list[Row]] = {}
@@ -199,7 +199,7 @@ def _inline(part: Document) -> str:
 
 
 def _aim(aim: Document) -> tuple[Any, ...]:
-    """Formats an aim and, if it applies to the machine, whether it was reached."""
+    """Formats an aim and, if it applies to the machine, whether it was met."""
     bound = aim.get("aim")
     wanted = "" if bound is None else f"{aim['op']} {number(bound)}"
     judged = wanted and aim.get("applies") and aim.get("pass") is not None
@@ -258,7 +258,7 @@ def page(document: Document, command: str, name: str = "result.json") -> str:
     """Returns a run as an HTML page.
 
     Args:
-        document: the JSON document of a run of a benchmark or the self-test.
+        document: the JSON document of a benchmark or self-test run.
         command: the command line that ran it.
         name: the file name under which the page offers the JSON.
     """

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ProbeResult", "add_parser", "probe", "run"]
 
-_PRINTED = Path("-")  # value of --report without a file
+_PRINTED = Path("-")  # value of a --report given without a file
 
 
 @dataclass(frozen=True)

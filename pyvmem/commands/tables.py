@@ -45,9 +45,9 @@ def table(
     """Formats rows as columns; the first `left` columns are flush left, the others flush right.
 
     Args:
-        width: the output's width; None: the terminal's, if standard output is one. If the table is
-            wider, text is wrapped within its column, the widest column first; if that is not
-            enough, the columns are printed in blocks one below the other, each of which starts
+        width: the output's width; None: the terminal's, if standard output is a terminal. If the
+            table is wider, text is wrapped within its column, the widest column first; if that is
+            not enough, the columns are printed in blocks one below the other, each of which starts
             with the first column.
         rule: whether to draw a line below the header.
     """

@@ -188,7 +188,7 @@ def fetch(where: str) -> dict[str, Any]:
     """Fetches a program's cache report over HTTP.
 
     Args:
-        where: a port of this machine, ``host:port`` or a URL.
+        where: a port on this machine, ``host:port`` or a URL.
 
     Raises:
         OSError: no server answers.

@@ -129,7 +129,7 @@ class Manager:
         return reqid
 
     def free(self, reqid: int) -> None:
-        """Frees a request's id; does nothing for a free id."""
+        """Frees a request's id; does nothing if the id is free."""
         index, last = operator.index(reqid), len(self.lengths) - 1
         if not 0 <= index <= last:
             raise invalid(
@@ -143,7 +143,7 @@ class Manager:
         self.lengths[index] = 0
 
     def free_blocks(self) -> int:
-        """Returns the number of KV blocks that the requests' lengths do not need."""
+        """Returns the number of KV blocks that are not needed for the requests' lengths."""
         total = self.cache.stats().total_pages // self.cache.layout.num_tensors
         return max(0, total - self._needed(self.lengths))
 
@@ -165,7 +165,7 @@ class Manager:
             raise self._short([tokens]) from None
 
     def _needed(self, lengths: Sequence[int]) -> int:
-        """Returns the number of KV blocks that these lengths need; common blocks count once."""
+        """Returns the number of KV blocks needed for these lengths; common blocks count once."""
         common = 0 if self.common is None else self.common.pages
         own = (self.cache.layout.pages_for(length) - common for length in lengths)
         return common + sum(max(0, pages) for pages in own)
@@ -211,7 +211,7 @@ class Manager:
         if self.common is not None:
             rows = max(rows, self.common.rows)
         if rows < self.cache.snapshot()[index].seq_len:
-            # copies no page, since the request's own pages are not shared
+            # does not copy pages, since the request's own pages are not shared
             self.cache.truncate(index, rows)
         self.lengths[index] = length
 
@@ -223,14 +223,14 @@ class Manager:
                 self.cache.truncate(index, slot.seq_len)
 
     def map_ahead(self) -> None:
-        """Starts mapping one more token's rows per request; the next step reports any shortage."""
+        """Starts mapping one more token for each request; the next step reports any shortage."""
         longest = self.cache.config.max_seq_len
         self.cache.step_async(
             [min(length + 1, longest) if length else 0 for length in self.lengths]
         )
 
     def reclaim(self, keep_next: bool) -> None:
-        """Unmaps idle pages in the background; if `keep_next`, keeps those of the next slot."""
+        """Unmaps idle pages in the background, except the next slot's if `keep_next` is true."""
         keep: list[int] = []
         if keep_next:
             free = [slot for slot in self.cache.snapshot() if slot.state == "cached"]

@@ -83,7 +83,7 @@ class TorchMemorySaver:
         """Sets the context that pages come from. The caller closes it, after `close`.
 
         Raises:
-            Busy: the pool is open already.
+            Busy: the pool is already open.
         """
         with self._lock:
             if self._pools:
@@ -286,7 +286,7 @@ class TorchMemorySaver:
         tag: str = "default",
         enable_cpu_backup: bool = False,
     ) -> Iterator[None]:
-        """Captures as `torch.cuda.graph` does; a replay may use only tensors of resumed regions.
+        """Captures as `torch.cuda.graph` does; a replay may use only tensors in resumed regions.
 
         Warns that the graph's own memory is not paused: `tag` and `enable_cpu_backup` have no
         effect. The other arguments are those of `torch.cuda.graph`.

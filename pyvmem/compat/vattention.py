@@ -196,7 +196,7 @@ def reserve_physical_pages(free_memory: int) -> int:
 
 
 def cleanup() -> None:
-    """Ends the cache, waits for its GPU work and frees its memory; does nothing without a cache."""
+    """Ends the cache, if any: waits for its GPU work and frees its memory."""
     global _manager
     with _lock:
         if _manager is not None:
@@ -209,7 +209,7 @@ def cleanup() -> None:
 
 
 def alloc_new_batch_idx(seqlen: int) -> int:
-    """Assigns an id to a request that will hold `seqlen` tokens; maps nothing.
+    """Assigns an id to a request that will hold `seqlen` tokens, without mapping memory.
 
     Returns:
         The id, an index into the tensors and into `step`'s list, or -1 if every id is in use.
@@ -225,7 +225,7 @@ def free_batch_idx(reqId: int) -> None:  # the artifact's name
 
 
 def num_free_kvblocks() -> int:
-    """Returns the number of KV blocks, mapped or not, that the requests' lengths do not need."""
+    """Returns the number of KV blocks that the requests do not need, whether mapped or not."""
     with _lock:
         return _the().free_blocks()
 
@@ -242,8 +242,8 @@ def step(seq_lens: Sequence[int], eager_reclaim: bool) -> None:
         eager_reclaim: unmap the pages of free ids immediately.
 
     Raises:
-        OutOfKVBlocks: memory is short. InvalidArgument: the list has the wrong length, or a number
-            in it is out of range.
+        OutOfKVBlocks: there is not enough memory. InvalidArgument: the list has the wrong length,
+            or a number in it is out of range.
     """
     with _lock:
         _the().step(seq_lens)

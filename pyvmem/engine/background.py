@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: MIT
 """A queue of slow calls (mapping prefixes, forks, swapping) and the thread that runs them.
 
-Calls run one at a time, in the order of submission. Queueing a call returns a
-`concurrent.futures.Future`; a thread waits for it with ``result()``, an event loop with
-``asyncio.wrap_future``.
+Calls run one at a time, in submission order. Queueing a call returns a `concurrent.futures.Future`;
+a thread waits for it with ``result()``, an event loop with ``asyncio.wrap_future``.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ class CallFuture(Future[_T]):
     def given_up(self) -> bool:
         """True if the future was cancelled.
 
-        Takes no lock, unlike `cancelled`: an exception from a signal handler could leave the lock
-        held, and the call would never finish.
+        Does not take a lock, unlike `cancelled`: an exception from a signal handler could leave the
+        lock held, and the call would never finish.
         """
         return self._state.startswith("CANCELLED")
 
@@ -58,7 +57,7 @@ class _Queued:
         except BaseException as error:
             self.over = True
             self.future.set_exception(error)
-            del self  # breaks the reference cycle of traceback and future
+            del self  # breaks the reference cycle between traceback and future
         else:
             self.future.set_result(result)
 

@@ -51,7 +51,7 @@ class RequestCache(Closable):
 
     Args:
         cache: the cache that holds the requests, which may be changed only through this object. The
-            caller closes it after this object, unless `open` made it: then `close` closes it.
+            caller closes it after this object; if `open` made it, `close` closes it.
 
     Attributes:
         cache: the cache, for its tensors, statistics and layout.
@@ -162,7 +162,7 @@ class RequestCache(Closable):
                 `Shortage`. Use it for prompts that are computed in chunks while other requests end.
 
         Returns:
-            The request, or a `Shortage`: then nothing is allocated, and a `Prefix` keeps its lease.
+            The request, or a `Shortage` if nothing was allocated; a `Prefix` then keeps its lease.
 
         Raises:
             InvalidArgument: the tokens are invalid or more than a slot holds, `room` is negative,
@@ -248,7 +248,7 @@ class RequestCache(Closable):
     def begin(
         self, prompt: Prefix | int, namespace: Namespace | None = None, stream: Any = None
     ) -> Request | Shortage:
-        """Allocates only a slot, for a scheduler that decides by itself what fits.
+        """Allocates only a slot, for a scheduler that decides what fits.
 
         Maps at most a recorded prefix and reserves no memory, so each `extend` may return a
         `Shortage`.
@@ -305,7 +305,7 @@ class RequestCache(Closable):
             stream: the stream that will use the pages.
 
         Returns:
-            None if every row is mapped; a `Shortage` if not, and then no request has changed.
+            None if every row is mapped; otherwise a `Shortage`, and no request has changed.
 
         Raises:
             InvalidArgument: a request belongs to another cache or has no slot; or its number of
@@ -337,10 +337,10 @@ class RequestCache(Closable):
             return None
 
     def capacity(self, request: Request) -> int:
-        """Returns how many tokens fit the request's pages.
+        """Returns how many tokens fit in the request's pages.
 
-        An `extend` up to this number maps nothing. Pages that `prepare` and `admit` requested count
-        once they are mapped. Raises the errors of `Request.slot`.
+        An `extend` up to this number does not map memory. Pages that `prepare` and `admit`
+        requested count once they are mapped. Raises the errors of `Request.slot`.
         """
         self._refuse_busy(request)
         with self._turns, self._journal:
@@ -464,8 +464,8 @@ class RequestCache(Closable):
         by recomputation, `release` it with its tokens and `admit` them later.)
 
         Raises:
-            MemoryError: host memory is short. OutOfMemory, VMemError: as for `KVCache.swap_out`.
-                Nothing has changed.
+            MemoryError: there is not enough host memory. OutOfMemory, VMemError: as for
+                `KVCache.swap_out`. Nothing has changed.
         """
         self._refuse_busy(request)
         work = self._work(stream)
@@ -496,7 +496,7 @@ class RequestCache(Closable):
             stream: the stream that will use the rows. The call waits for its work and for the copy.
 
         Returns:
-            None, or a `Shortage`: then the request stays swapped out.
+            None, or a `Shortage` if the request stays swapped out.
 
         Raises:
             InvalidArgument: the request belongs to another cache or is not swapped out. VMemError:
@@ -639,7 +639,7 @@ class RequestCache(Closable):
         return request.slot
 
     def _slots(self, requests: Collection[Request]) -> list[int]:
-        """Returns the slots of requests.
+        """Returns the requests' slots.
 
         If all of them are running, as in every step, a single check covers them all.
         """
@@ -675,7 +675,7 @@ class RequestCache(Closable):
     # ---- numbers ---------------------------------------------------------------------------------
 
     def _wanted(self, lengths: Mapping[Request, int]) -> dict[int, int]:
-        """Checks `lengths`; returns the number of tokens of each slot."""
+        """Checks `lengths`; returns the number of tokens for each slot."""
         slots, numbers = self._slots(lengths), list(map(operator.index, lengths.values()))
         longest = self.max_seq_len
         held = [request.length for request in lengths]
@@ -706,7 +706,7 @@ class RequestCache(Closable):
         match: PrefixMatch | None = None,
         needed: int | None = None,
     ) -> Shortage:
-        """Returns the `Shortage` of a call that did not find enough memory or slots.
+        """Returns the `Shortage` for a call that did not find enough memory or slots.
 
         The call would have grown slots to the `wanted` tokens, or created `count` requests of `new`
         tokens that begin with `match`. `needed` is in bytes; None: computed from the tokens.

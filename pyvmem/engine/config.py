@@ -3,7 +3,7 @@
 
     cache = RequestCache.open(Model.of(model.config), Policy(max_batch=64))
 
-`Model` describes what each layer stores; it depends on the model alone. `Policy` sets the number of
+`Model` describes what each layer stores; it depends only on the model. `Policy` sets the number of
 concurrent requests, their length and the memory. The layout (which layers share a tensor, and the
 page size) depends on both and on the back end: `pyvmem.layouts.advise` picks the cheapest.
 """
@@ -81,7 +81,7 @@ class Model:
                 not apply to recurrent states, which keep the configuration's.
 
         Raises:
-            InvalidArgument: an attribute is missing, or the kind of a layer is unknown.
+            InvalidArgument: an attribute is missing, or a layer's kind is unknown.
         """
         layers = layer_shapes(config)
         found = cls(tuple(layers), dtype_of(config) if dtype is None else dtype, longest_of(config))

@@ -60,8 +60,8 @@ class Namespace:
     def close(self) -> None:
         """Closes the namespace: its prefixes are not matched again. Idempotent.
 
-        The prefixes are evicted when memory is short. The namespace's requests continue, but record
-        nothing more.
+        The prefixes are evicted when memory runs low. The namespace's requests continue, but their
+        rows are no longer recorded.
         """
         self.is_open = False
 
@@ -88,7 +88,7 @@ class Prefix(Scoped):
 
     Returned by `RequestCache.match` and passed to `RequestCache.admit`, which ends the lease if it
     succeeds and keeps it otherwise. The lease of a waiting request holds memory: release it if the
-    request will wait long. Leaving a ``with`` block releases it.
+    request may wait for long. Leaving a ``with`` block releases it.
 
     Attributes:
         tokens: the whole prompt.

@@ -45,7 +45,7 @@ class Request:
         owner: the owner number (`CacheSlots.owner`) of its slot when it got the slot; if the slot's
             number differs now, the slot belongs to another request.
         rows: its rows in host memory while it is swapped out.
-        base_state: its state apart from background calls; never `State.BUSY`.
+        base_state: its state, ignoring background calls; never `State.BUSY`.
         calls: its background calls, some of which may have finished.
     """
 

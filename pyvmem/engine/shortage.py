@@ -21,7 +21,7 @@ class Shortage:
         needed: bytes that the call needs in addition to the pages that its requests already have.
         available: bytes that were available to the call, including reclaimable memory.
         limit: maximum bytes that the cache may use.
-        largest: total bytes that the largest request of the call needs.
+        largest: total bytes that the largest request in the call needs.
         slots: number of missing slots.
     """
 
@@ -33,7 +33,7 @@ class Shortage:
 
     @property
     def missing(self) -> int:
-        """Bytes that other requests would have to free; 0 if memory is not short."""
+        """Bytes that other requests would have to free; 0 if there is enough memory."""
         return max(0, self.needed - self.available)
 
     @property
@@ -43,7 +43,7 @@ class Shortage:
 
     @property
     def what(self) -> str:
-        """The resource that is short: ``"slots"``, ``"memory"`` or ``"mappings"``.
+        """The resource that ran short: ``"slots"``, ``"memory"`` or ``"mappings"``.
 
         ``"mappings"`` means that there is enough memory by the cache's own accounting, but the
         driver is out of mappings, another process uses the device's memory, or an earlier `admit`

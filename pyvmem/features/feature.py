@@ -56,7 +56,7 @@ class Feature:
         calls: calls or options that use it.
         caps: required capabilities.
         page_sizes: required page sizes, in bytes.
-        devices: minimum number of devices of the context.
+        devices: minimum number of devices in the context.
         packages: required Python packages.
     """
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """The table of features, with their requirements.
 
-The cache looks up here which calls to reject. libvmem rejects calls of a context (create, map,
-retain) by the same capabilities; a test compares every row with actual behavior.
+The cache looks up here which calls to reject. libvmem rejects context calls (create, map, retain)
+based on the same capabilities; a test compares every row with the actual behavior.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Picks a layout for a model, a workload and an amount of memory, with the reason.
+"""Picks a layout for a model, a workload and an amount of memory, and explains why.
 
-The rule, in order:
+The rules, in order:
 
 1. Mapping must be hidden: at the layout's own batch size, the map calls of an iteration, which run
    in the background, take at most half of it.
@@ -64,7 +64,7 @@ class Limits:
     """Bounds that a layout must stay within.
 
     Attributes:
-        call_us: microseconds per map call, as the function `call_us` returns it.
+        call_us: microseconds per map call, as returned by the function `call_us`.
         iteration_ms: duration of a decode iteration of the whole batch, in milliseconds.
         max_group: maximum layers in one tensor; more than the default have not been measured.
     """

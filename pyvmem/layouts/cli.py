@@ -157,7 +157,7 @@ def _document(
 
 
 def _kinds(shape: ModelShape) -> str:
-    """Describes the layer groups, for the table's head."""
+    """Describes the layer groups, for the table's header."""
     words = []
     for config in shape.configs():
         if config.state:

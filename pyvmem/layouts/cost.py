@@ -45,7 +45,7 @@ class Choice:
         page_size: page size in bytes, a power of two.
         run: pages mapped with one call when a request grows, and wasted until it fills them; a
             power of two. 1 stands for the growth of `KVCache`: up to
-            `KVCacheConfig.growth_fraction` of a request's pages, reclaimed when memory is short.
+            `KVCacheConfig.growth_fraction` of a request's pages, reclaimed when memory runs low.
     """
 
     group_size: int
@@ -88,21 +88,21 @@ class Cost:
 
     Attributes:
         choice: the layout.
-        tensors: number of virtual tensors; each growth maps pages in all of them.
+        tensors: number of virtual tensors; each growth step maps pages in all of them.
         held: average memory of a running request.
-        waste_bound: upper bound on the bytes that a request wastes: a growth, and the rows that a
-            kernel may read past its length; with a window also a page, the rows before the window
-            and a block.
-        tokens_per_growth: tokens that fit into a growth, on average.
+        waste_bound: upper bound on the bytes that a request wastes: a growth step, and the rows
+            that a kernel may read past its length; with a window also a page, the rows before the
+            window and a block.
+        tokens_per_growth: tokens that fit in a growth step, on average.
         calls_per_token: map calls per token on a back end that maps a run with one call (`stock`,
             `cuda`, `host`), without the unmaps behind a window. `uvm` maps everything that a step
             needs with one call.
-        sharing_unit: tokens per block, the granularity of sharing: rows and pages have a common end
+        sharing_unit: tokens per block, the granularity of sharing: row and page boundaries coincide
             only at multiples of it. 0 if a layer has a state, since states are not shared.
         page_table_bytes: bytes of the last level of the GPU's page table for an average request.
         books_bytes: upper bound on the kernel memory that `stock` needs for an average request,
-            if every growth was mapped separately; much less if a prompt was mapped in runs. `uvm`
-            needs about 28 bytes per page.
+            if every growth step was mapped separately; much less if a prompt was mapped in runs.
+            `uvm` needs about 28 bytes per page.
         batch: number of concurrent requests in the given memory.
         attention: decode attention time once that memory is full, with whole blocks of 2 MB mapped
             by large entries, relative to cudaMalloc memory with a tensor per layer; see
@@ -128,7 +128,7 @@ class Cost:
 
     @property
     def calls_per_growth(self) -> int:
-        """Map calls whenever a request outgrows its pages; counted as in `calls_per_token`."""
+        """Map calls each time a request outgrows its pages; counted as in `calls_per_token`."""
         return self.tensors
 
 
@@ -146,7 +146,7 @@ def page_table_bytes(page_size: int) -> int:
 def layouts_of(
     shape: ModelShape, choice: Choice, longest: int, overread_rows: int = 0
 ) -> list[Layout]:
-    """Returns the cache's `Layout` of each layer group, for requests of up to `longest` tokens.
+    """Returns the cache's `Layout` for each layer group, with requests of up to `longest` tokens.
 
     Their page size is that of a run, since a request grows by runs. `overread_rows` rows are mapped
     past the request's prompt.
@@ -222,7 +222,7 @@ def _longest_run(each: float, choice: Choice) -> int:
 
 
 def _calls(layout: Layout, longest_run: int, requests: Sequence[Request]) -> float:
-    """Returns the average number of map calls per generated token, in all of the tensors."""
+    """Returns the average number of map calls per generated token, over all tensors."""
     fraction = KVCacheConfig.growth_fraction
     runs = (
         min(longest_run, _floor_power(int(pages * fraction))) for pages in range(layout.slot_pages)
@@ -268,7 +268,7 @@ def cost(
         overread_rows: as in `KVCacheConfig`; rows that a request has not filled are waste.
 
     Raises:
-        InvalidArgument: the group size does not divide the layers, or there is no request or no
+        InvalidArgument: the group size does not divide the layers, or there are no requests or no
             memory.
     """
     if not requests:

@@ -2,8 +2,8 @@
 """Estimates attention time from page-table entry size, cache size and layers per tensor.
 
 A decode step sweeps all pages of a layer's tensors once per layer. A tensor shared by g layers is
-swept g times, and each sweep reads 1/g of every page. An H100's TLBs cover about 8 GiB with entries
-of 64 KB: a larger sweep misses on every page, and the more layers share a page, the less data it
+swept g times, and each sweep reads 1/g of every page. An H100's TLBs cover about 8 GiB with 64 KB
+entries: a larger sweep misses on every page, and the more layers share a page, the less data it
 reads per miss. Entries of 2 MB cover the whole card. The cache maps whole 2 MB blocks of a request
 by such entries, whatever the page size.
 

@@ -127,7 +127,7 @@ def model_shape(model: str, dtype: str = "") -> ModelShape:
     """Returns the shape of the model that ``--model`` names.
 
     Raises:
-        BadUsage: the model is unknown, or a kind of its layers is not supported.
+        BadUsage: the model is unknown, or it has an unsupported kind of layer.
     """
     try:
         return shape_of(model, dtype)

@@ -29,7 +29,7 @@ class ModelShape:
         weight_bytes: bytes of the weights; 0 if unknown.
         ranks: number of GPUs that share the heads and the weights (tensor parallelism).
         layers: the shape of every layer, if layers differ or have a sliding window, a latent or a
-            state; () if all keep keys and values of every token.
+            state; () if all keep keys and values for every token.
     """
 
     name: str

@@ -52,8 +52,8 @@ class Arrival(NamedTuple):
 
     Attributes:
         at: seconds after the first request.
-        content: an id for every 512 tokens of the prompt; prompts with a common prefix have the
-            same first ids. Empty if the prompt shares no prefix.
+        content: an id for every 512 tokens of the prompt; prompts with a common prefix begin with
+            the same ids. Empty if the prompt shares no prefix.
     """
 
     at: float
@@ -62,7 +62,7 @@ class Arrival(NamedTuple):
 
 
 def read_trace(path: Path | str) -> list[Request]:
-    """Reads a trace's requests in order; skips those without a prompt or an output.
+    """Reads a trace's requests in order; skips requests without a prompt or an output.
 
     Raises:
         InvalidArgument: the file cannot be read, has another format, or contains no request.
@@ -149,10 +149,10 @@ def _request(number: int, row: Mapping[str, Any]) -> Request:
 
 
 def generate(count: int, seed: int) -> list[Request]:
-    """Generates requests about as long as those of Azure's conversation trace of 2023.
+    """Generates requests about as long as those in Azure's 2023 conversation trace.
 
     The lengths are log-normal, with the trace's medians (1,020 and 129 tokens), and are cut at its
-    maximum lengths (14,050 and 1,000). The same seed gives the same requests.
+    maximum lengths (14,050 and 1,000). The same seed produces the same requests.
 
     Raises:
         InvalidArgument: `count` is not positive.

@@ -94,8 +94,8 @@ def text_config(config: Any) -> Any:
 def _attribute(text: Any, name: str) -> Any:
     """Returns an attribute, or None if the configuration lacks it.
 
-    Raises InvalidArgument if the attribute differs between layers, where transformers raises an
-    error of its own.
+    Raises InvalidArgument if the attribute differs between layers, which transformers reports with
+    its own error.
     """
     try:
         return getattr(text, name, None)
@@ -154,7 +154,7 @@ def _latent(text: Any) -> Any:
 def dtype_of(config: Any) -> Any:
     """Returns the dtype of a model's weights, and therefore of its keys and values.
 
-    Raises InvalidArgument if neither the text part nor the full configuration gives it.
+    Raises InvalidArgument if neither the text part nor the full configuration specifies it.
     """
     text = text_config(config)
     for one in (text, config):
@@ -181,7 +181,7 @@ def longest_of(config: Any) -> Any:
 def _kinds(text: Any) -> Any:
     """Returns the kind of every layer; None if all layers are of one kind.
 
-    RecurrentGemma stores the kinds in an attribute of its own."""
+    RecurrentGemma stores the kinds in a separate attribute."""
     return _attribute(text, "layer_types") or _attribute(text, "layers_block_type")
 
 
@@ -199,12 +199,12 @@ def layer_shapes(config: Any) -> list[Shape]:
     """Returns the shape of every layer of a transformers model, for `LayeredCache`.
 
     Sliding layers, listed in ``layer_types``, have a window; without that list, ``sliding_window``
-    applies to all layers. Layers with chunked attention also have one: a chunk, the most tokens
-    that a token attends to. MLA (``kv_lora_rank``) has one latent tensor, as in engines that absorb
-    the up-projections; transformers itself stores keys and values. Linear attention, state spaces
-    and short convolutions have a `StateShape`, if the configuration has the fields of Qwen3-Next,
-    Kimi Linear, Jamba, Bamba, Nemotron-H or LFM2. Layers without attention, and layers that read
-    another layer's keys, have an `EmptyShape`.
+    applies to all layers. Layers with chunked attention also have a window: the chunk, the most
+    tokens that a token attends to. MLA (``kv_lora_rank``) has one latent tensor, as in engines that
+    absorb the up-projections; transformers itself stores keys and values. Linear attention, state
+    spaces and short convolutions have a `StateShape`, if the configuration has the fields of
+    Qwen3-Next, Kimi Linear, Jamba, Bamba, Nemotron-H or LFM2. Layers without attention, and layers
+    that read another layer's keys, have an `EmptyShape`.
 
     Args:
         config: a ``PreTrainedConfig``, or any object with its attributes. For a multi-modal model,

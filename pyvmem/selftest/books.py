@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Checks of calls: batches, the worker thread, unmapping, and the return of all memory."""
+"""Checks calls: batches, the worker thread, unmapping, and whether all memory is returned."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pyvmem.selftest.check import Failed, NotRun, expect, raises, reserve
 __all__ = ["CHECKS"]
 
 _TENSORS = 64
-_SMALL = 4 << 20  # tolerated difference of a device's free memory, in bytes
+_SMALL = 4 << 20  # tolerated difference in free device memory, in bytes
 _TRIES = 8
 
 
@@ -109,7 +109,7 @@ def accounting(context: Context) -> str:
     lost = 0
     try:
         with Cuda(context.cuda_device) as cuda:
-            # A leak shows in every try; another process's allocation does not.
+            # A leak shows up in every try; another process's allocation does not.
             for _ in range(_TRIES):
                 before = cuda.memory()[0]
                 _take_and_give_back(context)

@@ -65,7 +65,7 @@ def raises(error: type[VMemError], call: Callable[[], Any]) -> None:
 
 
 def reserve(context: Context, size: int, *, sparse: bool = False) -> Reservation:
-    """Reserves addresses that only kernels can use, as those for CUDA's copies are limited."""
+    """Reserves addresses that only kernels can use; addresses for CUDA's copies are limited."""
     visible = False if Caps.PLAIN in context.info.caps else None
     return context.reserve(size, visible=visible, sparse=sparse)
 

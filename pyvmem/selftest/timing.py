@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Times a growth and CUDA's own calls. No result, however slow, fails the self-test.
+"""Times a growth step and CUDA's own calls. No result, however slow, fails the self-test.
 
 A sample maps a page in each of 64 tensors, then unmaps them. CUDA's own calls map
 pages of 2 MB, 32 times as much memory, because CUDA has no smaller pages.
@@ -55,7 +55,7 @@ def _ours(context: Context, samples: int) -> dict[str, Any]:
 
 
 def _cumem(device: int, samples: int) -> dict[str, Any]:
-    """Times the same growth with cuMemMap and cuMemSetAccess, on existing allocations."""
+    """Times the same growth step with cuMemMap and cuMemSetAccess, on existing allocations."""
     times: tuple[list[float], list[float]] = ([], [])
     with Cuda(device) as cuda:
         cumem = CuMem(cuda)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """The attention function that an unmodified transformers model calls.
 
-It is registered under the name "vmem" with transformers' public `AttentionInterface`. As no mask
-function has that name, transformers creates no mask. The step is passed with each call, as the
-keyword `vmem_step` that transformers forwards to the attention function, so this module keeps no
-state. The kernels are those of `pyvmem.attention`.
+It is registered under the name "vmem" with transformers' public `AttentionInterface`. Since no mask
+function has that name, transformers does not create a mask. The step is passed with each call, as
+the keyword `vmem_step` that transformers forwards to the attention function, so this module keeps
+no state. The kernels come from `pyvmem.attention`.
 """
 
 from __future__ import annotations

@@ -100,11 +100,11 @@ class Engine(Closable):
         model: a transformers causal language model on the cache's device, in the cache's dtype. Its
             attention implementation is "vmem" until `close`, which restores the previous one.
         cache: the KV cache, with the model's number of layers. It keeps all rows, or those in the
-            model's windows, and the states of layers that have one: in such a model, requests with
-            one new token run together, each in a row of the batch, and every other request runs
-            alone. For a model with MLA it keeps the latent, and the up-projections are absorbed
-            until `close`. The engine uses all slots of the cache; the caller closes it after the
-            engine.
+            model's windows, and the states of layers that have one. In a model with states,
+            requests with one new token run together, each in a row of the batch, and every other
+            request runs alone. For a model with MLA it keeps the latent, and the up-projections are
+            absorbed until `close`. The engine uses all slots of the cache; the caller closes it
+            after the engine.
         prefill_chunk: maximum prompt tokens of a request in one step; 0: the whole prompt. Must be
             0 if layers have a state.
         background: whether to map the next step's pages while the current one is computed.

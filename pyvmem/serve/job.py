@@ -15,7 +15,7 @@ class FinishReason(enum.Enum):
     EOS = "eos"  # the model generated an end-of-text token
     LENGTH = "length"  # the answer has max_new_tokens tokens
     SLOT_FULL = "slot_full"  # the request has reached the cache's max_seq_len
-    NO_MEMORY = "no_memory"  # the request does not fit in the KV memory even alone
+    NO_MEMORY = "no_memory"  # the request does not fit in the KV memory even on its own
 
 
 @dataclass(frozen=True)

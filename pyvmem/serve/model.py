@@ -65,9 +65,9 @@ class LoadedModel:
 
 
 def cache_dir() -> Path:
-    """Returns the directory of converted models and references: $VMEM_CACHE_DIR or ~/.cache/vmem.
+    """Returns the directory for converted models and references: $VMEM_CACHE_DIR or ~/.cache/vmem.
 
-    If the user's home is not writable, it is vmem-UID in the directory of temporary files.
+    If the user's home is not writable, it is vmem-UID in the temporary directory.
 
     Raises:
         AccessDenied: another user owns that directory.

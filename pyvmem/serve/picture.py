@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Draws each request's pages over time: ``python -m pyvmem.serve.picture TRACE OUT``.
 
-TRACE is a file that ``vmem serve-demo --trace-out`` wrote; the format of OUT follows from its name
-(.svg, .png, .pdf). Needs matplotlib.
+TRACE is a file written by ``vmem serve-demo --trace-out``; the extension of OUT (.svg, .png, .pdf)
+selects its format. Needs matplotlib.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def ended(completion: Completion) -> str:
 
 
 class AnswerPrinter:
-    """Turns token events into lines, written as soon as each is complete.
+    """Turns token events into lines, each written as soon as it is complete.
 
     Args:
         tokenizer: the model's tokenizer.

@@ -8,9 +8,10 @@ tensors. One iteration:
     look_ahead() the next step's pages are mapped in the background while the model runs
     finish()     a sequence leaves; its slot is free once the GPU work that reads it is done
 
-When memory is short in begin(), the sequences that joined last are preempted first: a sequence that
+When memory runs out in begin(), the sequences that joined last are preempted first: a sequence that
 has computed nothing loses nothing; others are recomputed from their prompt and answer so far. After
-that, no sequence joins until another has left, so that two cannot preempt each other forever.
+that, no sequence joins until another has left, so that two sequences cannot preempt each other
+forever.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Scheduler:
 
         Returns:
             The step's sequences, with `chunk` set and memory for all their rows, and None; or an
-            empty list, and a sequence that was removed because it does not fit even alone.
+            empty list, and a sequence that was removed because it does not fit even on its own.
 
         Raises:
             RuntimeError: sequences are waiting, but the cache has no slot for any of them.
@@ -109,7 +110,7 @@ class Scheduler:
         self._short = False
 
     def _join(self) -> Shortage | None:
-        """Admits sequences until slots or memory run short; returns that shortage, if any."""
+        """Admits sequences until slots or memory run out; returns the shortage, if any."""
         while self.waiting and not (self._short and self.running):
             found = self._cache.admit(self.waiting[0].tokens, room=0, reserve=self._reserve)
             if isinstance(found, Shortage):

@@ -30,7 +30,7 @@ class Screen:
         tokenizer: the model's tokenizer.
         prompts: the prompts by request id.
         cache: the cache whose memory is shown.
-        console: a `rich.console.Console`; None: the standard output.
+        console: a `rich.console.Console`; None: standard output.
 
     Raises:
         ModuleNotFoundError: rich is not installed.
@@ -109,7 +109,7 @@ class Screen:
         table.add_row(*(Text(cell, overflow="fold") for cell in cells), style=style)
 
     def _memory(self, running: int) -> str:
-        """Returns the memory line: as much about memory and requests as fits."""
+        """Returns the memory line, with as much about memory and requests as fits."""
         stats = self._cache.stats()
         filled = round(_BAR * stats.used_bytes / stats.mapped_bytes) if stats.mapped_bytes else 0
         bar = f"[{'#' * filled}{'.' * (_BAR - filled)}] "

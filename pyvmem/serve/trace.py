@@ -60,7 +60,7 @@ class Footprint:
 
 
 class Replay:
-    """Finds a run's largest step under a layout; with `page_size` 0, a static reservation."""
+    """Finds a run's largest step under a layout; `page_size` 0 means a static reservation."""
 
     def __init__(self, name: str, configs: Sequence[KVCacheConfig], page_size: int) -> None:
         self.name = name

@@ -56,7 +56,7 @@ class Verdict:
     """The outcome of `compare`.
 
     Attributes:
-        requests, identical: numbers of requests compared, and of those that match in every token.
+        requests, identical: number of requests compared, and number that match in every token.
         allowed: maximum number of requests that may differ at a tie.
         differences: all differences found.
         passed: whether the rule at the top of this module holds.
@@ -188,7 +188,7 @@ def compare(
     """Applies the module's rule to an engine's answers; serves differing requests again.
 
     Args:
-        cache: the cache with which differing requests are served again.
+        cache: the cache used to serve differing requests again.
         expected: the references by request id.
     """
     found: list[Difference] = []

@@ -116,7 +116,7 @@ class HostMemory:
         replaces a spare one.
 
         Raises:
-            OutOfMemory: host memory is short; spare blocks may have been freed.
+            OutOfMemory: there is not enough host memory; spare blocks may have been freed.
         """
         fit = [block for block in self._spare if block.size >= size]
         if fit:

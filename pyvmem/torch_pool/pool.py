@@ -229,7 +229,7 @@ class VMemPool:
         Raises:
             InvalidArgument: the tag does not exist.
             Busy: a `use` block of a tag is active; nothing changed.
-            OutOfMemory: host memory for the contents is short; the tag is unchanged.
+            OutOfMemory: there is not enough host memory for the contents; the tag is unchanged.
             VMemError: the driver failed; the tag is unchanged.
         """
         with self._lock:

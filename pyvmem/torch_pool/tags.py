@@ -24,7 +24,7 @@ class TorchPoolStats:
         paused_bytes: total bytes of segments without memory.
         saved_bytes: the part of `paused_bytes` whose contents are in host memory.
         mallocs, frees: number of segments that torch has allocated and freed so far.
-        failures: number of torch's calls that failed.
+        failures: number of failed calls from torch.
         last_error: the error of the latest failure; torch itself only reports "out of memory".
         host_bytes: host memory of the entire pool, including memory kept for the next pause.
         locked_bytes: the part of `host_bytes` that is page-locked.
