@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Sets up the environment of `make run` and `make test`; quick if it is up to date.
+"""Sets up the environment for `make run` and `make test`; quick if it is up to date.
 
 Missing system packages are listed, then installed (as root or with sudo); everything else is
 installed below build/. If the python3 that runs this script has torch or another requirement, it is

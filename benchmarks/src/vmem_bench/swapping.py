@@ -54,7 +54,7 @@ _METHOD = {
 
 
 class Blocks:
-    """A request's blocks, scattered over a pool with twice as many, and host memory for them.
+    """A request's blocks, scattered over a pool twice as large, and host memory for them.
 
     The host memory is pinned.
 

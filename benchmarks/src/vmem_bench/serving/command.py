@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
 __all__ = ["ARMS", "WORKLOADS", "Arm", "add_parser", "run"]
 
-_BOUND = 0.05  # relative to the largest logit: bfloat16 has 8 bits, and layers add their errors
+_BOUND = 0.05  # relative to the largest logit: bfloat16 has 8 bits, and errors add up over layers
 _TILE = 191  # rows that FlashAttention-3's contiguous call may read past a request's end
 _BLOCK = 32  # a slot's rows per block for the paged call, which does not read past a request's end
 _CONTENT = 512  # tokens per content id
-_CHAT = (1800, 744)  # mean number of tokens of OpenChat's prompts and answers
+_CHAT = (1800, 744)  # mean number of tokens in OpenChat prompts and answers
 _TALKS = 4  # number of synthetic conversations that are interleaved
 _FEW = 16  # maximum number of slots for the comparison of logits
 _SPARE = 8 << 30  # bytes left free for activations, graphs and libraries
@@ -200,7 +200,7 @@ class _Runner:
         limit_s: float = float("inf"),
         observer: Any = None,
     ) -> Outcome:
-        """Serves the arrivals with a new store; the command's `slots` and `limit` replace 0."""
+        """Serves the arrivals with a new store; `slots` or `limit` 0 stands for the command's."""
         from vmem_bench.serving.loop import serve
         from vmem_bench.serving.ranks import Run
 
@@ -341,7 +341,7 @@ def _check(runner: _Runner, part: Part, names: Sequence[str]) -> list[str]:
 
 
 def _attempt(runner: _Runner, part: Part, name: str, work: Callable[[], Any]) -> Any:
-    """Returns the result of `work`, or None if the arm failed, so that other arms can go on."""
+    """Returns the result of `work`, or None if the arm failed, so that other arms can continue."""
     why = ""
     try:
         return work()
@@ -498,7 +498,7 @@ def _arms(text: str) -> list[str]:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the options that affect a run's numbers."""
+    """Returns the options that affect a run's results."""
     names = (
         "arms workload skip seed rate speed_up limit slots group budget ahead rounds limit_s eager"
     )

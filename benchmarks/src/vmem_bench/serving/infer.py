@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""FlashInfer for a step's prompts: a call per slot, or one over blocks that is planned per step.
+"""FlashInfer for a step's prompts: one call per slot, or one call over blocks, planned per step.
 
 FlashAttention-3 does the decoding, because FlashInfer plans on the host, which a CUDA graph cannot
 replay. FlashInfer's kernels are compiled when they are first called (`pyvmem.attention.infer`).

@@ -158,7 +158,7 @@ class Store(ABC):
         return {}
 
     def settle(self) -> None:
-        """Frees the memory that a warm-up left, and resets the counters."""
+        """Frees memory left over from a warm-up, and resets the counters."""
         self.host_ns = 0
 
     def close(self) -> None:
@@ -207,7 +207,7 @@ class Slots(Store):
         self.cache: KVCache | ParallelKVCache
         if ranks > 1:
             self.cache = ParallelKVCache(config, **options)
-        else:  # never return memory to the driver, like the other stores
+        else:  # like the other stores, never return memory to the driver
             self._context = Context(**options, granule=config.page_size, pool_high=KEEP_ALL)
             try:
                 self.cache = KVCache(config, self._context)
