@@ -16,7 +16,7 @@ NOT_MEASURED = "not measured yet"
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """Formats the range of some numbers, or a single number if all are formatted alike."""
+    """Formats the range of some numbers, or a single number if all format the same."""
     shown = [format(value, form) for value in sorted(values)]
     return shown[0] if shown[0] == shown[-1] else f"{shown[0]} to {shown[-1]}"
 

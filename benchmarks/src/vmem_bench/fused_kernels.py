@@ -2,7 +2,7 @@
 """The Triton kernels of `vmem_bench.fused`; importing this module needs Triton."""
 
 # Triton evaluates annotations, so this module has no `from __future__ import annotations` and
-# annotates nothing but constexpr parameters.
+# annotates only constexpr parameters.
 import triton
 import triton.language as tl
 

@@ -57,7 +57,7 @@ _SMALL = (_Case("float32", 32, 4, 2), _Case(FP8, 32, 4, 2), _Case("float32", 48,
 
 
 def measure(command: Command, part: Part, device: torch.device, left: Deadline) -> None:
-    """Adds the rows of all cases."""
+    """Adds the rows for all cases."""
     from pyvmem.kvcache import KVCache, KVCacheConfig
 
     tokens = 96 if command.quick else command.args.tokens
@@ -88,7 +88,7 @@ def measure(command: Command, part: Part, device: torch.device, left: Deadline) 
 
 
 def _fill(cache: KVCache, case: _Case) -> None:
-    """Fills every row that a kernel may read with random numbers."""
+    """Fills every row that a kernel may read with random values."""
     import torch
 
     (rows, *_) = cache.slots.readable_rows([0])

@@ -182,7 +182,7 @@ class PagedBench:
         """Returns the keys and values of a cache's layers.
 
         layered: whether all layers share one tensor instead of having one each; if only one layer
-            fits, the list is empty.
+        fits, the list is empty.
         """
         shape = (case.batch, case.kv_len, case.kv_heads, case.head_dim)
         if not layered:

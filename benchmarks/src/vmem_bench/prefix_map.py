@@ -172,7 +172,7 @@ class _Kind(Closable):
 
 
 def _measure(command: Command, part: Part, name: str, deadline: Deadline) -> None:
-    """Adds the rows of a kind.
+    """Adds the rows for a kind.
 
     Raises:
         VMemError: the back end does not support this kind.

@@ -177,7 +177,7 @@ class _Runner:
             page_size=page,
             group_size=gcd(arm.group or args.group, sizes.layers),
             memory_limit=limit,
-            zero_fill=False,  # the other arms do not zero memory between requests either
+            zero_fill=False,  # like the other arms, which do not zero memory between requests
             overread_rows=_TILE if self._tiles(arm) else 0,
             overread_decode=self._tiles(arm) and arm.decode == "contiguous",
         )
@@ -200,7 +200,7 @@ class _Runner:
         limit_s: float = float("inf"),
         observer: Any = None,
     ) -> Outcome:
-        """Serves the arrivals with a new store; `slots` or `limit` 0 stands for the command's."""
+        """Serves the arrivals with a new store; if 0, `slots` and `limit` are the command's."""
         from vmem_bench.serving.loop import serve
         from vmem_bench.serving.ranks import Run
 

@@ -90,7 +90,7 @@ class Prompts:
             new = slice(at, at + len(work.ids))
             rows = slice(
                 work.end
-            )  # the view ends at the request's length, so that no tile past it is read
+            )  # the view ends at the request's length, so that tiles past it are not read
             keys, values = k[work.slot, rows], v[work.slot, rows]
             scale = self._sizes.head_dim**-0.5
             out[new] = self._single(

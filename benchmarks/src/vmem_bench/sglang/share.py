@@ -250,7 +250,7 @@ class Found:
         return used | {"both": sum(used.values())}
 
     def rows(self, part: Part) -> None:
-        """Adds the rows of all measurements so far."""
+        """Adds the rows for all measurements so far."""
         part.value("capacity", "of both engines together", "both", self.memory, "bytes")
         for engine in (*ENGINES, "both"):
             for fraction in (0.5, 0.99):

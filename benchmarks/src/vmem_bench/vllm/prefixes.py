@@ -169,7 +169,7 @@ def _add_rows(
     loads: Sequence[Load],
     prompts: int,
 ) -> None:
-    """Adds the rows of one kind of engine, over all turns except the first."""
+    """Adds the rows for one kind of engine, over all turns except the first."""
     first = [one.heard.first[prompts:] for one in said]
     rounds = [
         [x for one in first for x in one[at : at + prompts]]

@@ -117,7 +117,7 @@ def measure(command: Command, part: Part) -> None:
 
 
 def _share_rows(part: Part, arm: str, found: dict[int, list[Heard]]) -> None:
-    """Adds the rows of all engines together and of each engine."""
+    """Adds the rows for all engines together and for each engine."""
     if not found:
         return
     every = [[x for one in each for x in one.first] for each in zip(*found.values(), strict=False)]
