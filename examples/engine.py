@@ -57,7 +57,7 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Stores the new keys and values and computes attention; transformers calls it in each layer.
 
-    The tensors that it gets have the shape ``[1, heads, tokens, dim]``.
+    The tensors have shape ``[1, heads, tokens, dim]``.
     """
     plain_scores("engine", others)
     layer = int(module.layer_idx)  # type: ignore[arg-type]

@@ -47,7 +47,7 @@ def serve(cache: ParallelKVCache, iterations: int) -> int:
             cache.recover()  # every rank does this; the requests must be recomputed
             lens = [0] * len(lens)
             continue
-        if answer == -1:  # memory is short; every rank gets this answer
+        if answer == -1:  # memory is short; every rank gets this result
             longest = max(range(len(lens)), key=lens.__getitem__)
             cache.free_reqid(longest)
             lens[longest] = 0

@@ -11,8 +11,8 @@ that shows it ran:
 
 A block of `text` right after a block that is run is its expected output; "..." in it matches
 anything. Python that prints must have such a block. Other blocks of `text` are drawings or output
-from elsewhere. This also checks that links to files of the repository are valid, that every error
-and environment variable is listed, and the README's version.
+from elsewhere. This also checks that links to repository files are valid, that every error and
+environment variable is listed, and that the README states the right version.
 
 Run it with the Python of an environment that has pyvmem and torch. Prints "N passed, N failed".
 """
@@ -165,7 +165,7 @@ def run_shell(block: Block) -> list[str]:
 
 
 def outcome(block: Block, printed: str, said: str) -> list[str]:
-    """Returns the problems of a block that was run: its error, or a difference from the page."""
+    """Returns the problems with a block that was run: its error, or a difference from the page."""
     if said:
         return [f"{block.page.relative_to(ROOT)}:{block.line}: {said}"]
     return check_output(block, printed)

@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SRC = ROOT / "libvmem" / "src"
 OBJECTS = ROOT / "build" / "lib" / "obj"
 
-# Each directory may use the directories before it. A back end implements backend/backend.h.
+# Each directory may use only the directories listed before it. A back end implements
+# backend/backend.h.
 LAYERS = (
     "base",
     "interface",
@@ -100,7 +101,7 @@ def cycle(graph: Graph) -> list[str]:
 
 
 def upward(graph: Graph, layers: Iterable[str] = LAYERS) -> list[str]:
-    """Reports each edge to a layer above, and each file that is in no layer."""
+    """Reports each edge to a layer above, and each file that does not belong to a layer."""
     rank = {layer: i for i, layer in enumerate(layers)}
     problems = []
     for name, edges in graph.items():

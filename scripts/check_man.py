@@ -130,7 +130,7 @@ Linter = Callable[[Path], list[str]]
 
 
 def lint_mandoc(page: Path) -> list[str]:
-    """Returns mandoc's warnings. That .Os names no operating system is intentional."""
+    """Returns mandoc's warnings."""
     command = ["mandoc", "-T", "lint", "-W", "warning", str(page)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.splitlines()

@@ -14,7 +14,7 @@ SPDX = "SPDX-License-Identifier: MIT"
 SOURCES = {".c", ".h", ".py", ".pyi", ".sh", ".map", ".cu"}
 MAX_C_COLUMNS = 140
 LIBRARY = ROOT / "libvmem" / "src"
-LIBRARY_COLUMNS = 120  # the limit in .clang-format, applied to comments too
+LIBRARY_COLUMNS = 120  # the limit in .clang-format, also applied to comments
 
 
 def tracked() -> list[Path]:

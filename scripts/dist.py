@@ -158,7 +158,7 @@ def platform_tag(wheel: Path) -> str:
 
 
 def check_wheel(wheel: Path) -> None:
-    """Raises DistError unless the wheel has an abi3 tag and bundles no library but the extension.
+    """Raises DistError unless the wheel is abi3 and bundles no library other than the extension.
 
     The extension may need only libc, and must not contain the name of its build directory.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Converts man pages (mdoc) to Markdown with HTML in it, for the documentation site.
+"""Converts man pages (mdoc) to Markdown with embedded HTML, for the documentation site.
 
 Supports the macros that libvmem's pages use and raises MdocError for any other, so that nothing is
 dropped silently.

@@ -63,8 +63,8 @@ def series_folder(version: str) -> Path:
     """Returns the directory of the series for a version.
 
     For an untested version this is the series of the closest older version, from the same branch if
-    possible; if the branch has only newer ones, of the oldest of these. Applying it either succeeds
-    or fails and names the hunks that do not fit.
+    possible; if the branch has only newer versions, it is the series of the oldest. Applying it
+    either succeeds or fails and names the hunks that do not fit.
     """
     check_version(version)
     listed = {

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Sets up the environment of `make run` and `make test`; quick if it is up to date.
+"""Sets up the environment for `make run` and `make test`; quick if it is up to date.
 
 Missing system packages are listed, then installed (as root or with sudo); everything else is
 installed below build/. If the python3 that runs this script has torch or another requirement, it is
@@ -36,7 +36,7 @@ OPTIONAL = ("serve", "server", "model", "cuda", "test", "lint", "dist")
 # sglang.txt list everything that vLLM and SGLang import, a third of their requirements.
 WITHOUT_DEPENDENCIES = ("model", "sglang", "sglang-old", "vllm")
 PYTHONS = tuple((3, minor) for minor in range(10, 15))
-# A line of a requirements file; some packages have no version for every Python.
+# A line of a requirements file; some pins apply only to certain Python versions.
 PIN = re.compile(r'([\w.-]+)==([\w.+]+)(?:; python_version (<|>=) "3\.(\d+)")?')
 
 Pins = dict[str, str]
@@ -49,7 +49,7 @@ def run(*command: str | Path) -> int:
 
 
 def install_probes() -> None:
-    """Installs the header for USDT probes if this needs no password; otherwise prints a hint."""
+    """Installs the header for USDT probes if no password is needed; otherwise prints a hint."""
     given_up = STAMPS / "without-probes"
     if given_up.exists() or install(["probes"], useful=True):
         return

@@ -49,7 +49,7 @@ def make(
     command = [python, "-m", "venv", "--without-pip", "--clear", str(venv)]
     if subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode:
         return 1
-    # pyvmem must be added too: build/venv only links to this tree, and a .pth file does not follow
+    # pyvmem must also be added: build/venv only links to this tree, and a .pth file does not follow
     # that link.
     paths = [*map(packages, below), *own]
     (packages(venv) / "base.pth").write_text("".join(f"{one}\n" for one in paths), "utf-8")

@@ -64,7 +64,7 @@ def noted_command(work: Path, source: Path) -> list[str]:
 def noted_folder(tree: Tree) -> Path:
     """Returns the directory in which the recorded commands ran.
 
-    This is the module's directory since Linux 6.13, and the headers' directory before.
+    This is the module's directory since Linux 6.13, and the headers' directory before that.
     """
     release = re.match(r"(\d+)\.(\d+)", tree.headers.release)
     if release is None:

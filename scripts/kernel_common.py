@@ -60,7 +60,7 @@ def check_version(version: str) -> str:
 
 
 def version_key(version: str) -> list[int]:
-    """Returns a key that sorts versions by their numbers: 535.98 before 535.104.05."""
+    """Returns a key that sorts versions numerically: 535.98 before 535.104.05."""
     return [int(number) for number in version.split(".")]
 
 

@@ -62,7 +62,7 @@ def kernel_headers(folder: Path) -> KernelHeaders:
 
 
 def release_key(path: Path) -> tuple[int, ...]:
-    """Returns a key that sorts releases by their numbers: 6.1.0-9 before 6.1.0-56."""
+    """Returns a key that sorts releases numerically: 6.1.0-9 before 6.1.0-56."""
     return tuple(int(number) for number in re.findall(r"\d+", path.name)[:5])
 
 

@@ -73,7 +73,7 @@ def missing_packages(*, long: bool = False) -> list[str]:
 
 
 def download(package: str, folder: Path) -> Path:
-    """Downloads a package from the system's archives, with private lists if those of apt fail."""
+    """Downloads a package from the system's archives, with private lists if apt's own fail."""
     try:
         run("apt-get", "download", package, cwd=folder)
     except KernelBuildError:

@@ -54,8 +54,8 @@ NV_OBJECTS_DEPEND_ON_CONFTEST += $(SOFTGPU_OBJECTS)
 {conftests}
 """
 
-# Features of a version's UVM interface: SG_HAS_NAME is 1 if the version's headers contain the text
-# given here. Version numbers do not determine the features: versions within a branch can differ.
+# Features of a version's UVM interface: SG_HAS_NAME is 1 if the version's headers contain this
+# string. Version numbers do not determine the features: versions within a branch can differ.
 INTERFACE = ("nv_uvm_interface.h", "nv_uvm_types.h")
 FEATURES = {
     "ACCESS_BITS": "nvUvmInterfaceAccessBitsBufAlloc(",
@@ -242,7 +242,7 @@ def update_work(tree: Tree) -> None:
 
 def make(tree: Tree, jobs: int) -> None:
     """Runs the driver's Makefile on the work directory."""
-    # The modules must contain no paths, which would differ between machines. Debug information is
+    # The modules must not contain paths, which would differ between machines. Debug information is
     # not loaded.
     flags = f"-g0 -ffile-prefix-map={tree.work}/= -ffile-prefix-map={tree.headers.source}/=linux/"
     tools = tree.headers.tools

@@ -68,7 +68,7 @@ def kernel_config(build: Path) -> dict[str, str]:
 
 
 def installed_nvidia(modules: Path) -> list[KernelModule]:
-    """Returns all files below /lib/modules/RELEASE with NVIDIA's main module, under any name.
+    """Returns all files below /lib/modules/RELEASE that contain NVIDIA's main module.
 
     Debian renames the file (nvidia-current.ko), but the module's name is always `nvidia`.
     """
@@ -156,7 +156,7 @@ def build_uvm(
 ) -> Path:
     """Builds nvidia-uvm.ko in a tree that conftests_only() was called on; returns its path.
 
-    `build` and `source` are the kernel's build directory and sources. Without an nvidia.ko the
+    `build` and `source` are the kernel's build directory and sources. If there is no nvidia.ko, the
     module compiles but has no symbol versions, and must not be loaded.
     """
     refusal = flavour_refusal(nvidia)
@@ -164,7 +164,7 @@ def build_uvm(
         raise BuildError(refusal)
     modversions = kernel_config(build).get("CONFIG_MODVERSIONS") == "y"
     symvers = tree / "nvidia.symvers"
-    # The module must contain no paths, which would differ between machines. Nothing reads debug
+    # The module must not contain paths, which would differ between machines. Nothing reads debug
     # information.
     flags = f"-g0 -ffile-prefix-map={tree}/= -ffile-prefix-map={source}/=linux/"
     variables = {

@@ -105,7 +105,7 @@ def unload(swap: Swap) -> None:
 
 
 def stop(number: int, _frame: FrameType | None) -> None:
-    """Turns a signal into an exception, so that a swap that has started is undone."""
+    """Turns a signal into an exception, so that a swap in progress is undone."""
     raise Interrupted(f"stopped by {signal.Signals(number).name}")
 
 

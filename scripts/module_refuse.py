@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Finds the reasons to refuse a swap of nvidia-uvm. They are checked before any change."""
+"""Finds reasons to refuse a swap of nvidia-uvm, before anything is changed."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def load_refusals(
     if not any(name.startswith(PREFIX) for name in module.parameters):
         return [f"{module.path} is not the patched module: it has no parameter {PREFIX}*"]
     reasons = not_allowed(system)
-    if reasons:  # then this process cannot determine the users of the GPU either
+    if reasons:  # the GPU's users cannot be determined in this case
         return reasons
     reasons += wrong_kernel(system, module)
     reasons += wrong_driver(system, module, nvidia)

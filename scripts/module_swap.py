@@ -118,7 +118,7 @@ class Swap:
     # Steps
 
     def remove(self) -> None:
-        """Unloads UVM, whether stock or patched; first waits until nothing uses it any longer."""
+        """Unloads UVM, whether stock or patched; first gives its users time to release it."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while self.system.uvm_references() and time.monotonic() < deadline:
             time.sleep(0.1)

@@ -172,7 +172,7 @@ class System:
         return sorted(found)
 
     def command(self, folder: Path) -> str:
-        """Returns the name of a process's program."""
+        """Returns a process's program name."""
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")
             name = Path(words[0].decode("utf-8", "replace")).name

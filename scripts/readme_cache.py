@@ -51,14 +51,14 @@ def page_words(run: Result) -> str:
 
 
 def over(row: Result | None, base: Result | None, field: str = "median") -> str:
-    """Returns a row's number divided by the base's, or "" for the base and for missing rows."""
+    """Returns a row's value divided by the base's, or "" for the base and for missing rows."""
     if row is None or base is None or row is base:
         return ""
     return f"{row[field] / base[field]:.3f}"
 
 
 def part_overlap(_: list[Result]) -> list[str]:
-    """Returns tables of the duration of decode iterations, by when their memory is mapped."""
+    """Returns tables of decode iteration times, by when the memory is mapped."""
     lines: list[str] = []
     for run in runs("overlap"):
         found, body = rows(run), []
@@ -85,7 +85,7 @@ def part_overlap(_: list[Result]) -> list[str]:
 
 
 def part_deferred(_: list[Result]) -> list[str]:
-    """Returns tables of the duration of a prefill, by when its memory is mapped."""
+    """Returns tables of prefill times, by when the memory is mapped."""
     lines: list[str] = []
     for run in runs("deferred"):
         found, body = rows(run), []
@@ -217,7 +217,7 @@ def _case_words(case: str) -> str:
 
 
 def part_prefix_map(_: list[Result]) -> list[str]:
-    """Returns tables of the time that a request takes to start with a cached prefix."""
+    """Returns tables of the time to start a request with a cached prefix."""
     lines: list[str] = []
     for run in runs("prefix-map"):
         found, body = rows(run), []
@@ -282,7 +282,7 @@ WAYS = {
 
 
 def part_models(_: list[Result]) -> list[str]:
-    """Returns tables of time and memory for several models, with transformers' cache and ours."""
+    """Returns tables of time and memory per model, with transformers' cache and ours."""
     lines: list[str] = []
     for run in runs("models"):
         body = []

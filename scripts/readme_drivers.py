@@ -58,7 +58,7 @@ def load() -> list[Record]:
 
 
 def series_of(record: Record) -> list[int]:
-    """Returns a record's kernel series, as numbers."""
+    """Returns a record's kernel series as a list of numbers."""
     return version_key(kernel_series(record["sources"]["kernel"]))
 
 

@@ -412,7 +412,7 @@ def full_table(run: Result) -> Iterator[str]:
 
 
 def first_table(run: Result) -> Iterator[str]:
-    """Yields the table of times to first token for an idle engine."""
+    """Yields the time-to-first-token table for an idle engine."""
     found = {name.partition("/")[2]: row for name, row in rows(run).items()}
     arms = list(dict.fromkeys(name.partition("/")[2] for name in found if name[0].isdigit()))
     sizes = list(dict.fromkeys(name.partition("/")[0] for name in found if name[0].isdigit()))
@@ -430,7 +430,7 @@ def first_table(run: Result) -> Iterator[str]:
 
 
 def cost_table(run: Result) -> Iterator[str]:
-    """Yields the table of the host time that the pool's code takes per decode step."""
+    """Yields the table of host time spent in the pool's code per decode step."""
     found = {name.partition("/")[2]: row for name, row in rows(run).items()}
     body = [
         [name.partition("/")[0], *(number(row[one], 3) for one in ("median", "mean", "p99"))]

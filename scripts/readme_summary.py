@@ -16,7 +16,7 @@ NOT_MEASURED = "not measured yet"
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """Formats the range of some numbers, or a single number if all are formatted alike."""
+    """Formats the range of some numbers, or a single number if all format the same."""
     shown = [format(value, form) for value in sorted(values)]
     return shown[0] if shown[0] == shown[-1] else f"{shown[0]} to {shown[-1]}"
 
@@ -182,9 +182,9 @@ def headline() -> list[str]:
 
 
 def counts() -> tuple[str, str]:
-    """Returns the number of driver calls that add a page to each of 64 tensors, and the machine.
+    """Returns how many driver calls add a page to each of 64 tensors, and the machine.
 
-    The number is given for the patched and for the stock driver.
+    The count is given for the patched and the stock driver.
     """
     path = RESULTS / "softgpu-counts.jsonl"
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

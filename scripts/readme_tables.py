@@ -122,7 +122,7 @@ SLOT_COUNTS = (256, 1024, 4096)
 
 
 def part_slots(_: list[Result]) -> list[str]:
-    """Returns a table of the cost of cache calls by number of slots for each GPU."""
+    """Returns, for each GPU, a table of cache call times by number of slots."""
     lines: list[str] = []
     for result in newest_with("slots"):
         found = rows(result)
@@ -222,7 +222,7 @@ COUNTED = [
 
 
 def part_counts(_: list[Result]) -> list[str]:
-    """Returns tables of the patched driver's work per operation, as the software GPU counts it."""
+    """Returns tables of the patched driver's work per operation, as counted by the software GPU."""
     path = RESULTS / "softgpu-counts.jsonl"
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     cases = {line["case"]: line for line in lines[1:]}
@@ -366,7 +366,7 @@ def part_sharing(_: list[Result]) -> list[str]:
 
 
 def part_turns(_: list[Result]) -> list[str]:
-    """Returns a table that shows, by budget, which fraction of prefix hits was still mapped."""
+    """Returns a table that shows, by budget, what fraction of prefix hits was still mapped."""
     run = load_run(RESULTS / "prefix-turns.json")
     found = rows(run)
     budgets = list(dict.fromkeys(name.rpartition("/")[2] for name in found))

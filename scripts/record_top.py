@@ -90,7 +90,7 @@ class Screen:
 
 
 def engine(name: str, folder: Path) -> None:
-    """Runs an engine whose requests only grow, and which has more requests during its turn."""
+    """Runs an engine whose requests only grow and which gets more of them during its turn."""
     from pyvmem import Context, KVCache, KVCacheConfig
     from pyvmem.kvcache import Budget
     from pyvmem.ledger import Ledger
@@ -157,7 +157,7 @@ def record(folder: Path) -> list[tuple[float, Frame]]:
 
 
 def line_of(cells: tuple[Cell, ...], y: float) -> str:
-    """Returns a line as SVG text, in which gaps result from the positions of the words."""
+    """Returns a line as SVG text; gaps come from the positions of the words."""
     parts, column = [], 0
     for colour, group in groupby(cells, key=lambda cell: cell[1]):
         text = "".join(char for char, _ in group)

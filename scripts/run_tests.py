@@ -75,7 +75,7 @@ C_ON_STOCK_LONG = (
 )
 # Drivers, each with the Debian suite of its kernel, as in tests/kernel/manifest/kernels.py.
 NEWER_KERNELS = (("550.163.01", "--suite", "trixie"),)
-# The slowest files of each directory. They start first, so that no processor idles at the end.
+# The slowest files of each directory. They start first, so that processors do not idle at the end.
 LONGEST = {
     "tests/python": ("compiled", "serve_identity", "example_engine", "parallel", "interrupts"),
     "tests/vllm": ("engine", "pool", "bench", "server", "example"),
@@ -83,7 +83,7 @@ LONGEST = {
 ENGINES = 2  # number of parallel vLLM tests, each with one or two processes of 1 GB
 LINTED = ("pyvmem", "pyvmem_sglang", "pyvmem_vllm", "benchmarks", "scripts", "tests", "setup.py")
 TYPED = ("pyvmem", "pyvmem_sglang", "pyvmem_vllm", "benchmarks/src", "scripts")
-WORDS = 12  # the number of a command's words that are shown
+WORDS = 12  # how many words of a command are shown
 TIMES = BUILD / "test-times.json"
 DOCKERFILE = ROOT / "packaging" / "containers" / "Dockerfile"
 

@@ -145,7 +145,7 @@ MANAGERS = (
 
 
 def manager() -> Manager | None:
-    """Returns this system's package manager, or None if it is not a known one."""
+    """Returns this system's package manager, or None if it is unknown."""
     return next((one for one in MANAGERS if shutil.which(one.install[0])), None)
 
 

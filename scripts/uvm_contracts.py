@@ -41,7 +41,7 @@ def digest(source: str, function: str) -> str | None:
 
 
 def contract_problems(version: str, source: str) -> list[str]:
-    """Reports the functions in a version's uvm_mmu.c that match no reviewed variant."""
+    """Reports the functions in a version's uvm_mmu.c that do not match a reviewed variant."""
     return [
         f"{version}: {function} of uvm_mmu.c differs from all reviewed versions; see "
         "kernel_module/README.md, Beyond the contract, then add its digest to contracts.json"

@@ -54,7 +54,7 @@ def parameters(node: ast.AST) -> str:
 
 
 def changes(symbol: Symbol, before: Source, after: Source, *, diff: bool = False) -> Iterator[str]:
-    """Yields the changes of a symbol's definition between two versions, one per line."""
+    """Yields the changes to a symbol's definition between two versions, one per line."""
     old, new = (source.find(symbol.module, symbol.name) for source in (before, after))
     if old is None or new is None:
         if (old is None) != (new is None):

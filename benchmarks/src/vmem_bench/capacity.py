@@ -6,12 +6,12 @@ with 2 MB pages on another trace (OpenChat); the paper's artifact has no script 
 Here:
 
 - The memory for keys and values is the GPU's memory minus a tenth (activations, CUDA's context and
-  libraries; engines use 0.9 of a GPU by default) and minus the bfloat16 weights, whose number
+  libraries; engines use 0.9 of a GPU by default) and minus the bfloat16 weights, whose count
   follows from the model's public configuration. Yi-34B runs on two ranks, each with half of the
   heads and weights, because on one GPU its weights leave too little memory for the long trace.
   Numbers are per rank.
-- The batch is the mean number of running requests while memory is the limit; each row also records
-  the largest batch of any iteration. `vmem_bench.replay` defines an iteration.
+- The batch size is the mean number of running requests while memory is the limit; each row also
+  records the largest batch of any iteration. `vmem_bench.replay` defines an iteration.
 - PagedAttention allocates blocks of 16 or 256 tokens, for all layers at once. Its block tables are
   not counted.
 - Pages that a request has mapped ahead of need (`KVCacheConfig.growth_fraction`) are not counted,
@@ -56,7 +56,7 @@ __all__ = ["FORMAT", "System", "add_parser", "aims", "measure", "run", "systems"
 FORMAT = "vmem-bench-capacity/1"
 MODELS = "Yi-6B,Llama-3-8B,Yi-34B:2"
 _MB = 1 << 20
-_AGAINST_2M = {"Yi-6B": 1.7, "Llama-3-8B": 1.5, "Yi-34B": 1.5}  # targets for Azure's trace
+_AGAINST_2M = {"Yi-6B": 1.7, "Llama-3-8B": 1.5, "Yi-34B": 1.5}  # targets for the Azure trace
 _AGAINST_BLOCKS = 0.97
 
 
@@ -65,7 +65,7 @@ class System:
     """A way to store keys and values.
 
     Attributes:
-        name: such as ``g1/64K`` (a tensor per layer, 64 KB pages), ``blocks/16`` (PagedAttention).
+        name: e.g. ``g1/64K`` (a tensor per layer, 64 KB pages), ``blocks/16`` (PagedAttention).
         group_size: layers in one tensor.
         page_size: page size in bytes; 0 for blocks.
         block: tokens per block; 0 for pages.
@@ -125,7 +125,7 @@ def measure(
     memory: int,
     compared: list[System],
 ) -> None:
-    """Adds a row for each system, with the mean batch and the other fields of the `Outcome`."""
+    """Adds a row for each system, with the mean batch size and the other `Outcome` fields."""
     from vmem_bench.replay import Pages, replay  # needs numpy, unlike the rest of this module
 
     longest = max(request.longest for request in requests)
@@ -153,9 +153,9 @@ def measure(
 
 
 def aims(record: Record) -> list[dict[str, Any]]:
-    """Compares the batch with 64 KB pages and a tensor per layer with other layouts' batches.
+    """Compares the batch size for 64 KB pages and one tensor per layer with other layouts.
 
-    Each value is a ratio of two batches. Only Azure's trace has targets.
+    Each value is a ratio of two batch sizes. Only the Azure trace has targets.
     """
     found = []
     for part in record.parts.values():

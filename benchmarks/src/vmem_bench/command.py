@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Code shared by the commands that measure the KV cache and attention.
 
-A command is a list of parts, which run under one deadline. The result file is written again after
-each part, and whenever a part asks for it.
+A command is a list of parts, which run under one deadline. The result file is rewritten after each
+part, and whenever a part requests it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def add_page(parser: argparse.ArgumentParser) -> None:
 
 
 class Command:
-    """One run of a command: the record that it fills and the file that the record goes to.
+    """One run of a command, with the record that it fills in and the file that it writes.
 
     Args:
         args: the parsed arguments, which include the options of `add_common`.
@@ -202,7 +202,7 @@ def run_on_device(
 
     Returns the exit status from `ended`, or 2 if the back end cannot be opened.
 
-    follows: another rank's process has the results, so this process only reports its own failure.
+    follows: true if another rank has the results; this process then reports only its own failure.
     """
     if command is None:
         return 2

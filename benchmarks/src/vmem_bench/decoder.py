@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """A Llama-like model with random weights: the real model's FLOPs and bytes, but meaningless output.
 
-It is plain torch with rotary embedding, without a tokenizer. The caller supplies attention and the
+It is plain torch with rotary embeddings and no tokenizer. The caller supplies attention and the
 cache: `pyvmem.attention`, or anything with the same interface. With several ranks (`Shard`), each
 rank holds part of the heads and of the MLP, and a full copy of everything else.
 """
@@ -50,7 +50,7 @@ class Sizes:
 
     @property
     def token_bytes(self) -> int:
-        """The size of a token's keys and values in all layers, in bytes of bfloat16."""
+        """The size in bytes of a token's bfloat16 keys and values in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * 2
 
     def on_ranks(self, ranks: int) -> Sizes:
@@ -218,7 +218,7 @@ class Decoder:
             ids: token ids of the new tokens, request by request, int64 ``[tokens]``.
             attend: stores the rows and attends to them.
             batch: which requests the tokens belong to, and where their rows are.
-            during: called once the first layers are launched, while the GPU is busy.
+            during: called once the first layers have been launched, while the GPU is busy.
 
         Returns:
             The logits of each request's last token, ``[requests, vocabulary]``.

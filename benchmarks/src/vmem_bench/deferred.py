@@ -62,7 +62,7 @@ _METHOD = {
 
 
 class _Mode:
-    """One of `MODES` with its one-slot cache, as a context manager."""
+    """A context manager for one of `MODES` and its one-slot cache."""
 
     def __init__(
         self, name: str, command: Command, model: Decoder, ids: torch.Tensor, book: Book
@@ -132,7 +132,7 @@ class _Mode:
             raise RuntimeError("memory is short")
 
     def _end(self) -> None:
-        """Frees the request, and unmaps its pages in modes that map them anew."""
+        """Frees the request; in modes that map pages for every prefill, also unmaps its pages."""
         self.cache.free_reqid(0)
         if self.name in ("sync", "pages"):
             self.cache.memory.reclaim_free(wait=True)

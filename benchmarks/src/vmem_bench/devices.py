@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench devices`: the cost of more devices, and of reading memory on another device.
+"""`vmem bench devices`: the cost of using more devices, and of reading another device's memory.
 
-- ``map``: the time to map a page for every device of a context, by the number of devices.
+- ``map``: the time to map a page for all devices of a context, by the number of devices.
 - ``tiers``: a request's pages move to each peer or to the host, are read there, and move back.
-- ``step``: the time of a `ParallelKVCache`'s steps by the number of ranks, with one process and one
+- ``step``: the step time of a `ParallelKVCache` by the number of ranks, with one process and one
   device per rank.
 """
 
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "run"]
 
 _Call = Callable[[Sequence[int]], int]
-_PAGES = 64  # pages mapped and unmapped per turn, one by one
-_ALIVE = 16384  # mappings that exist while the kernel's memory is measured
+_PAGES = 64  # pages mapped and unmapped per turn, one at a time
+_ALIVE = 16384  # mappings in place while kernel memory is measured
 _STEPS = 32  # steps per turn
 _MIB = 1 << 20
 _METHOD = {
@@ -180,7 +180,7 @@ def _tiers(command: Command, part: Part, devices: int) -> None:
 
 
 def _keys(cache: KVCache) -> list[torch.Tensor]:
-    """Returns tensors of the keys. The cache cannot be closed while any of them is alive."""
+    """Returns the key tensors. The cache cannot be closed while any of them is alive."""
     return [cache.k(layer)[0] for layer in range(cache.config.num_layers)]
 
 
@@ -192,7 +192,7 @@ def _means(cache: KVCache) -> list[float]:
 def _reading(
     book: Book, cache: KVCache, where: str, clock: Callable[[Callable[[], object]], float]
 ) -> Callable[[], None]:
-    """Returns a turn that times reading the keys where they are, and checks their values."""
+    """Returns a turn that times reading the keys in place, and checks their values."""
     import torch
 
     wanted = [1.0, 2.0]

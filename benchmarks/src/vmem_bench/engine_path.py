@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""PYTHONPATH of the engines that `vmem bench vllm` and `vmem bench sglang` start."""
+"""The PYTHONPATH for engines that `vmem bench vllm` and `vmem bench sglang` start."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ _PYVMEM = {
 def engine_path(folder: Path, path: str = "") -> str:
     """Returns a PYTHONPATH with pyvmem, the benchmarks and the entry points that an engine needs.
 
-    These are the plug-in that draws the weights and, if pyvmem is not installed, pyvmem's plug-ins.
+    The entry points load the plug-in that draws the weights and, if pyvmem is not installed,
+    pyvmem's plug-ins.
 
     Args:
         folder: directory for the entry points; must not exist.
-        path: PYTHONPATH of the engine; "" for this process's.
+        path: the engine's PYTHONPATH; "" for this process's.
     """
     given = os.environ.get("PYTHONPATH", "")
     mine = given.split(os.pathsep) if path else []

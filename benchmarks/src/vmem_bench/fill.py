@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench fill`: requests grow until no page is left, by default and in other ways.
+"""`vmem bench fill`: requests grow until no pages are left, by default and in other ways.
 
-A driver call creates one mapping, and a GPU allows fewer mappings than it has pages, so its memory
-cannot be filled page by page (`pyvmem.kvcache.growth`). The same requests grow in each of these
-ways:
+Each driver call creates one mapping, and a GPU allows fewer mappings than it has pages, so its
+memory cannot be filled page by page (`pyvmem.kvcache.growth`). The same requests grow in each of
+these ways:
 
 - ``default``: mapped in runs; a step joins mappings when they run low.
 - ``runs``: mapped in runs, never joined.
@@ -41,7 +41,7 @@ __all__ = ["WAYS", "add_parser", "run"]
 _LARGE = 2 << 20
 _LEFT = 2 << 30  # bytes of GPU memory left for CUDA and other kernels
 _QUICK = 96 << 20
-_SHARES = 5  # forks, and as many prefix matches, when memory is half full
+_SHARES = 5  # number of forks, and of prefix matches, when memory is half full
 _SEED = 11
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -111,7 +111,7 @@ class _Filling(Closable):
         self._stack.close()
 
     def fill(self, command: Command) -> _Filled:
-        """Steps until no page or no mapping is left, or the deadline passes."""
+        """Steps until pages or mappings run out, or the deadline passes."""
         cache, found = self.cache, _Filled()
         longest = cache.config.max_seq_len
         ids = [cache.alloc_reqid() for _ in range(self.requests)]
@@ -210,7 +210,7 @@ _ROWS = (
 
 
 def _add(part: Part, way: str, rounds: list[_Filled], page: int) -> None:
-    """Adds the rows of a way: each is a mean over its rounds, with the value of every round."""
+    """Adds a way's rows, each with the mean over its rounds and every round's value."""
     for name, what, unit, factor in _ROWS:
         values = [one.numbers[name] * factor for one in rounds]
         part.value(

@@ -6,8 +6,8 @@ number of mapped bytes, all of which a decode step reads once. A GPU's TLBs cove
 with 64 KB entries and the whole memory with 2 MB entries, so only large footprints show what small
 entries cost.
 
-A GPU has no room for two large footprints, so the kinds of memory take turns: each is allocated,
-filled with the same numbers, timed in all layouts, and freed again, for several rounds.
+A GPU has no room for two large footprints, so the kinds of memory take turns for several rounds:
+each is allocated, filled with the same values, timed in all layouts, and freed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CACHE = "cache"
 _BLOCK = 16  # tokens per block of the paged layouts
 _FILL = 1 << 30  # elements filled per call
 _SPARE = 3 << 30  # bytes left free for the kernels' outputs and torch
-_TOLERANCE = 0.03  # relative to a head's largest output: bfloat16 has 8 bits
+_TOLERANCE = 0.03  # relative to a head's largest output: bfloat16 has 8 significant bits
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Model:
 
     @property
     def token_bytes(self) -> int:
-        """The size of a token's keys and values in all layers, in bytes of bfloat16."""
+        """The size in bytes of a token's bfloat16 keys and values in all layers."""
         return 2 * 2 * self.layers * self.row
 
 
@@ -124,7 +124,7 @@ class Footprint:
         self._no_graph: set[str] = set()
 
     def measure(self, nbytes: int) -> None:
-        """Adds the rows of a footprint of `nbytes` bytes.
+        """Adds the rows for a footprint of `nbytes` bytes.
 
         Raises:
             WrongResult: outputs differ between two kinds of memory.
@@ -320,8 +320,8 @@ class Footprint:
             per_request = case.kv_len * together * model.row
             slots = tensors.shape[2] // per_request
             shape = (slots, case.kv_len, together, model.kv_heads, model.head_dim)
-            # A prefill's kernel reads whole tiles, past its request's rows. In a slot in the
-            # middle, that overread stays within the tensor.
+            # A prefill kernel reads whole tiles, past the request's rows. Using a slot in the
+            # middle keeps this overread within the tensor.
             first = 0 if case.decodes else (slots - 1) // 2
             found = []
             for tensor in tensors:
@@ -398,7 +398,7 @@ class Footprint:
             )
 
     def _aims(self, works: Sequence[_Work], kinds: Sequence[str]) -> None:
-        """Adds each kind of memory's time relative to cudaMalloc memory, in every layout."""
+        """Adds the time for each kind of memory relative to cudaMalloc memory, in every layout."""
         prefix = self.part.name
         for work in works:
             for kind in kinds[1:]:

@@ -16,7 +16,7 @@ _SPARE = 64 << 20  # memory is allocated in whole slabs, so the limit may not be
 
 
 class Fragments(Closable):
-    """A context in which every free page has taken neighbors, so that mapping goes page by page.
+    """A context whose free pages all have neighbors in use, so pages are mapped one at a time.
 
     Used as a context manager.
 

@@ -2,7 +2,7 @@
 """The Triton kernels of `vmem_bench.fused`; importing this module needs Triton."""
 
 # Triton evaluates annotations, so this module has no `from __future__ import annotations` and
-# annotates nothing but constexpr parameters.
+# annotates only constexpr parameters.
 import triton
 import triton.language as tl
 
@@ -18,7 +18,7 @@ def rotate(  # type: ignore[no-untyped-def]
     head_stride,
     HALF: tl.constexpr,
 ):
-    """Rotates the pairs (i, i + HALF) of one head of a token by the angles of its position."""
+    """Rotates the pairs (i, i + HALF) of a token's head by the angles for its position."""
     token, head = tl.program_id(0), tl.program_id(1)
     lane = tl.arange(0, HALF)
     angles = table + tl.load(positions + token).to(tl.int64) * (2 * HALF)
@@ -47,7 +47,7 @@ def write_rows(  # type: ignore[no-untyped-def]
     to_head_stride,
     WIDTH: tl.constexpr,
 ):
-    """Writes the key and value of one KV head of a token; `keys` and `values` are addresses."""
+    """Writes a token's key and value for one KV head; `keys` and `values` are addresses."""
     kind = tl.pointer_type(key.dtype.element_ty)
     keys, values = keys.to(kind), values.to(kind)
     token, head = tl.program_id(0), tl.program_id(1)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""The part ``kernels`` of `vmem bench models`: times each kernel of `pyvmem.attention`.
+"""The ``kernels`` part of `vmem bench models`: times each kernel of `pyvmem.attention`.
 
-Each kernel runs on one layer of a cache, for every phase, head size and type; a decode step has 8
-requests with one new token each. The outputs of all kernels are compared. The results also state
-how many rows a kernel reads past a request's end and before its window.
+Each kernel runs on one layer of a cache, for every phase, head size and data type; a decode step
+has 8 requests with one new token each. The outputs of all kernels are compared. The results also
+state how many rows a kernel reads past a request's end and before its window.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ NAME = "kernels"
 TITLE = "Kernels by phase, head size and type"
 FP8 = "float8_e4m3fn"
 _WARM, _TIMES = 3, 20
-# The largest allowed difference between two kernels' outputs, relative to the largest element; it
-# is 0.05 for other types.
+# The largest allowed difference between two kernels' outputs, relative to the largest element. It
+# is 0.05 for types not listed.
 _TOLERANCE = {FP8: 0.25}
 
 
 class _Case(NamedTuple):
-    """The shape and type of a cache's layer and of the queries for it."""
+    """The shape and data type of a cache layer and of its queries."""
 
     dtype: str
     head_dim: int
@@ -44,7 +44,7 @@ class _Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the case in the ids of its rows."""
+        """The case's name in row ids."""
         return f"{self.dtype}/{self.head_dim}"
 
 
@@ -57,7 +57,7 @@ _SMALL = (_Case("float32", 32, 4, 2), _Case(FP8, 32, 4, 2), _Case("float32", 48,
 
 
 def measure(command: Command, part: Part, device: torch.device, left: Deadline) -> None:
-    """Adds the rows of all cases."""
+    """Adds the rows for all cases."""
     from pyvmem.kvcache import KVCache, KVCacheConfig
 
     tokens = 96 if command.quick else command.args.tokens
@@ -88,7 +88,7 @@ def measure(command: Command, part: Part, device: torch.device, left: Deadline) 
 
 
 def _fill(cache: KVCache, case: _Case) -> None:
-    """Fills every row that a kernel may read with random numbers."""
+    """Fills every row that a kernel may read with random values."""
     import torch
 
     (rows, *_) = cache.slots.readable_rows([0])
@@ -133,7 +133,7 @@ def _measure(
     dtype: Any = torch.bfloat16 if case.dtype == FP8 else getattr(torch, case.dtype)
     phases = {"prefill": ([0], [tokens]), "decode": (list(range(8)), [1] * 8)}
     first: dict[str, torch.Tensor] = {}
-    # FlashInfer compiles for a minute, so it runs last.
+    # FlashInfer takes a minute to compile, so it runs last.
     for kernel in sorted(KERNELS, key=lambda name: name == "flashinfer"):
         why = whys[kernel] or ("" if left.allows() else "the deadline passed first")
         reads = KERNELS[kernel].reads(device)

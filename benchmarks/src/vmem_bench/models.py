@@ -8,7 +8,7 @@ layers. They run in four ways, each with the same tokens:
     vmem      ``model.forward`` with `pyvmem.hf.VMemCache`
     attend    requests concatenated in one batch without padding and `pyvmem.attention` over the
               slots (given the up-projections of MLA), as in engines with continuous batching
-    fp8       like ``attend``, with 8-bit keys and values, if a kernel reads them
+    fp8       like ``attend``, with 8-bit keys and values, if a kernel supports them
 
 A last part times the kernels themselves (heads.py).
 """
@@ -213,7 +213,7 @@ def _forget_locals(error: BaseException | None) -> None:
 
 
 class _Way:
-    """Runs equally long requests on one cache; a context manager that frees all memory."""
+    """Runs equally long requests on one cache, as a context manager that frees all memory."""
 
     def __init__(self, model: Any, command: Command, batch: int, longest: int) -> None:
         self.model, self.batch, self.longest = model, batch, longest
@@ -504,7 +504,7 @@ def _rounds(
 ) -> tuple[torch.Tensor, int, list[str]]:
     """Times prefills of one request, then decode steps of a batch.
 
-    Returns the batch's last logits, the bytes of its cache and notes.
+    Returns the batch's last logits, its cache's size in bytes, and notes.
     """
     tokens, longest = prompts.shape[1], prompts.shape[1] + new.shape[1]
     with quiet():

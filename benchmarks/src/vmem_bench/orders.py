@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The receiving side of the orders that a `Fleet` sends to an engine's process."""
+"""The receiving end of the commands that a `Fleet` sends to an engine process."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Any
 __all__ = ["Orders", "open_orders"]
 
 Orders = tuple[dict[str, Any], Callable[[dict[str, Any]], None], Iterator[dict[str, Any]]]
-"""The engine's options, a function that sends an answer, and the orders until stdin closes."""
+"""The engine's options, a function that sends a reply, and the commands until stdin is closed."""
 
 
 @contextmanager
 def open_orders() -> Iterator[Orders]:
-    """Opens the orders; the command line names the options file and a descriptor for answers."""
+    """Opens the commands; argv names the options file and a descriptor for replies."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--options", type=Path, required=True)
     parser.add_argument("--answers", type=int, required=True)

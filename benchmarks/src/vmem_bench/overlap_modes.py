@@ -34,7 +34,7 @@ OVERREAD = 192  # rows read past a request's end: FlashAttention-3 reads whole t
 
 
 class Lengths:
-    """The number of tokens in each request, at every iteration.
+    """Each request's number of tokens at every iteration.
 
     Args:
         batch: number of requests; their first lengths are spread evenly from `low` to `high`.
@@ -85,7 +85,7 @@ class _Times:
 
 
 class Mode(Closable):
-    """One of `MODES` with its cache, as a context manager.
+    """A context manager for one of `MODES` and its cache.
 
     Args:
         name: one of `MODES`.
@@ -252,7 +252,7 @@ class Mode(Closable):
         self._ahead_ns = time.perf_counter_ns() - start
 
     def _replace(self, iteration: int) -> None:
-        """Replaces the requests that end with this iteration, whose work has been launched."""
+        """Replaces the requests that end with this iteration, after its work has been launched."""
         for request in self.lengths.ended(iteration):
             self.cache.free_reqid(self.reqids[request])
             self.reqids[request] = self._take(self.lengths.low + 1)

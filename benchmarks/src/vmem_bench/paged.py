@@ -3,7 +3,7 @@
 
 The contiguous form reads our pages, which are in random physical order, and cudaMalloc memory. The
 paged form reads cudaMalloc memory in blocks in random order, for every block size. All buffers hold
-the same numbers.
+the same values.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ def _make(name: str, command: Command, device: torch.device) -> Kernel:
 
 
 def _page(command: Command) -> int:
-    """Returns the size of our pages in bytes; unlike `Command.page`, the same in a quick run."""
+    """Returns our page size in bytes; unlike `Command.page`, it is the same in a quick run."""
     return int(getattr(command.args, "page", 0)) or 64 << 10
 
 
 def _aims(command: Command, kernel: str, case: Case, blocks: Sequence[int]) -> None:
-    """Adds our speed relative to the best paged form, to each block size and to the bandwidth."""
+    """Adds our speed relative to the best paged form, each block size and the memory bandwidth."""
     pages = f"{page_name(_page(command))} pages"
     prefix = f"{kernel}/{case.name}"
     ours = [f"{prefix}/contiguous/{memory}" for memory in OURS]
@@ -110,13 +110,13 @@ def _aims(command: Command, kernel: str, case: Case, blocks: Sequence[int]) -> N
 
 
 def _roofline(*rows: Any) -> float:
-    """Returns the median rate of reading keys and values, relative to the memory bandwidth."""
+    """Returns the median rate at which keys and values are read, relative to memory bandwidth."""
     *forms, peak = rows
     return statistics.median(float(row["gb_per_s"]) for row in forms) / float(peak["value"])
 
 
 def _speed(ours: int, each: int, *rows: Any) -> float:
-    """Returns the fastest paged form's time divided by ours, each the median over its buffers."""
+    """Returns the fastest paged form's time divided by ours, each a median over buffers."""
     medians = [float(row["median"]) for row in rows]
     paged = medians[ours:]
     best = min(statistics.median(paged[i : i + each]) for i in range(0, len(paged), each))
@@ -275,7 +275,7 @@ def _add_peak(part: Part, device: torch.device) -> None:
 
 
 def _one(bench: PagedBench, part: Part, case: Case, deadline: Deadline) -> None:
-    """Measures one case. A failure is noted and does not stop the next case."""
+    """Measures one case. A failure is recorded, so that later cases still run."""
     try:
         bench.measure(case, deadline)
     except WrongResult as error:

@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 __all__ = ["GROUP", "OURS", "SLOTS", "THEIRS", "PagedBench"]
 
-OURS = ("random0", "random1")  # names of memory in `Buffers`
+OURS = ("random0", "random1")  # names of tensors in `Buffers`
 THEIRS = ("malloc0", "malloc1")
 SLOTS = {"slots": "slots", "layered": "slots of layers in one tensor"}
 GROUP = 8  # maximum number of layers in one tensor
 _LAYERS = 16  # maximum number of decoding calls in one sample
-_TOLERANCE = 0.03  # relative to a head's largest output: bfloat16 has 8 bits
+_TOLERANCE = 0.03  # relative to a head's largest output: bfloat16 has 8 significant bits
 
 
 @dataclass
 class _Form:
-    """A form of a kernel over a buffer, for one case, with the function that is timed."""
+    """One form of a kernel on a buffer, for one case, with the function to time."""
 
     row: str
     what: str
@@ -51,7 +51,7 @@ class _Form:
 
 
 class PagedBench:
-    """Measures one kernel on all buffers, which hold the same numbers.
+    """Measures one kernel on all buffers, which hold the same values.
 
     Args:
         part: receives the rows ``CASE/contiguous/MEMORY``, ``CASE/pagedBLOCK/MEMORY``, and for
@@ -70,7 +70,7 @@ class PagedBench:
         self._checked: list[float] = []
 
     def measure(self, case: Case, deadline: Deadline) -> None:
-        """Adds the rows of a case.
+        """Adds the rows for a case.
 
         Raises:
             WrongResult: a form computes a wrong result.
@@ -181,8 +181,8 @@ class PagedBench:
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns the keys and values of a cache's layers.
 
-        layered: whether all layers are in one tensor, instead of in a tensor each; if only one
-        layer fits, the list is empty.
+        layered: whether all layers share one tensor instead of having one each; if only one layer
+        fits, the list is empty.
         """
         shape = (case.batch, case.kv_len, case.kv_heads, case.head_dim)
         if not layered:
@@ -234,7 +234,7 @@ class PagedBench:
         *,
         graph: bool,
     ) -> Callable[[], Any]:
-        """Returns a function that makes all calls of a sample, if possible as a CUDA graph."""
+        """Returns a function that makes all calls in a sample, if possible as a CUDA graph."""
 
         def plain() -> torch.Tensor:
             for k, v in layers:
@@ -287,7 +287,7 @@ class PagedBench:
         return out
 
     def _check(self, what: str, out: torch.Tensor, wanted: torch.Tensor) -> None:
-        """Raises WrongResult if an output differs by too much from the expected one.
+        """Raises WrongResult if an output differs too much from the expected output.
 
         Each head of each token is compared separately, as later tokens' outputs are smaller.
         """

@@ -32,7 +32,7 @@ _SINGLE = "single"  # the call for one request, with the same kernels as "fa3"
 
 
 class FlashInfer:
-    """FlashInfer's kernels, through its wrappers for batches.
+    """FlashInfer's kernels, called through its batch wrappers.
 
     Args:
         device: a GPU.
@@ -87,11 +87,11 @@ class FlashInfer:
         return ""
 
     def splits(self, case: Case) -> tuple[int, ...]:
-        """Returns the numbers of splits to try; only decoding kernels can split."""
+        """Returns the split counts to try; only decoding kernels can split."""
         return (0, 1, 2, 4, 8, 16, 32) if case.tuned else (0,)
 
     def contiguous(self, case: Case, splits: int) -> Call:
-        """Returns a call of the ragged wrapper, which reads the requests' rows back to back."""
+        """Returns a call to the ragged wrapper, which reads the requests' rows back to back."""
         wrapper = self._prefill.BatchPrefillWithRaggedKVCacheWrapper(
             self._workspace, "NHD", backend=self._backend(case)
         )
@@ -113,7 +113,7 @@ class FlashInfer:
         return call
 
     def paged(self, case: Case, table: torch.Tensor, splits: int) -> Call:
-        """Returns a call of the paged wrapper, for requests whose blocks are all full."""
+        """Returns a call to the paged wrapper, for requests whose blocks are all full."""
         import torch
 
         blocks = table.shape[1]
@@ -172,7 +172,7 @@ class FlashInfer:
         return torch.empty(shape, dtype=torch.bfloat16, device=self._device)
 
     def _plan(self, case: Case, splits: int, unit: int) -> dict[str, Any]:
-        """Returns the arguments of `plan`; the split size is in units of `unit` tokens."""
+        """Returns the arguments for `plan`; the split size is in units of `unit` tokens."""
         import torch
 
         plan: dict[str, Any] = {"causal": True, "q_data_type": torch.bfloat16}

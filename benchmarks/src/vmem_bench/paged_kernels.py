@@ -28,7 +28,7 @@ class Case:
     """A batch of equally long requests.
 
     Attributes:
-        name: the case's name in the ids of rows.
+        name: the case's name in row ids.
         what: description of the case.
         batch: number of requests.
         q_len: number of new tokens per request, which are its last rows.
@@ -53,12 +53,12 @@ class Case:
 
     @property
     def elements(self) -> int:
-        """The number of elements in the keys, and also in the values."""
+        """The number of elements in the keys; the values have as many."""
         return self.batch * self.kv_len * self.kv_heads * self.head_dim
 
     @property
     def nbytes(self) -> int:
-        """The size of the keys and values in bytes of bfloat16, all of which decoding reads."""
+        """The size in bytes of the bfloat16 keys and values, all of which decoding reads."""
         return 2 * 2 * self.elements
 
 
@@ -77,7 +77,7 @@ CASES = (
 
 
 def _by_heads() -> tuple[Case, ...]:
-    """Returns decoding and prefill cases, from a KV head per query head to one for all of them."""
+    """Returns decoding and prefill cases, from one KV head per query head to a single KV head."""
     cases = []
     for name, what, heads, kv_heads in (
         ("mha", "MHA, 32 KV heads", 32, 32),
@@ -139,10 +139,10 @@ TINY_SETS: dict[str, tuple[Case, ...]] = {
 
 
 class Kernel(Protocol):
-    """An attention kernel, in its contiguous and its paged form.
+    """An attention kernel, in contiguous and in paged form.
 
     Attributes:
-        name: the kernel's name in the ids of rows.
+        name: the kernel's name in row ids.
         blocks: the block sizes to compare, in tokens.
     """
 
@@ -150,7 +150,7 @@ class Kernel(Protocol):
     blocks: tuple[int, ...]
 
     def splits(self, case: Case) -> tuple[int, ...]:
-        """Returns the numbers of splits to try for a request's rows; 0 lets the kernel choose."""
+        """Returns the split counts to try for a request's rows; 0 lets the kernel choose."""
 
     def contiguous(self, case: Case, splits: int) -> Call:
         """Returns a call that reads keys and values ``[batch, kv_len, kv_heads, dim]``."""
@@ -166,7 +166,7 @@ class Kernel(Protocol):
 
 
 def of_slots(prefill: str, decode: str, case: Case, device: torch.device) -> Call:
-    """Returns a call of the kernel `prefill` or `decode` of `pyvmem.attention`, as the case needs.
+    """Returns a call to `pyvmem.attention`'s kernel `prefill` or `decode`, depending on the case.
 
     The call accepts keys and values ``[batch, rows, kv_heads, dim]`` as a cache stores them, which
     are strided if a tensor holds the rows of several layers.
@@ -204,15 +204,15 @@ class Fa3:
         return (0, 1, 2, 4, 8, 16, 32) if case.tuned else (0,)
 
     def contiguous(self, case: Case, splits: int) -> Call:
-        """Returns a call of the op over a batch of slots."""
+        """Returns a call to the op over a batch of slots."""
         return self._call(case, None, splits)
 
     def paged(self, case: Case, table: torch.Tensor, splits: int) -> Call:
-        """Returns a call of the op with a page table."""
+        """Returns a call to the op with a page table."""
         return self._call(case, table, splits)
 
     def slots(self, case: Case) -> Call:
-        """Returns a call of the op over a batch of slots, with a page table for decoding."""
+        """Returns a call to the op over a batch of slots, with a page table for decoding."""
         return of_slots("fa3", "fa3-paged", case, self._device)
 
     def _call(self, case: Case, table: torch.Tensor | None, splits: int) -> Call:
@@ -260,7 +260,7 @@ class Fa2:
 
 
 class Gather:
-    """torch's SDPA, which runs everywhere. It has no paged form, so blocks are copied in order."""
+    """torch's SDPA, which runs everywhere. It has no paged form, so blocks are gathered first."""
 
     name = "sdpa"
     blocks: tuple[int, ...] = (16, 64)
@@ -291,7 +291,7 @@ class Gather:
         return call
 
     def paged(self, case: Case, table: torch.Tensor, splits: int) -> Call:
-        """Returns a call that copies the blocks in order, then runs the contiguous call."""
+        """Returns a call that gathers the blocks, then runs the contiguous call."""
         whole = self.contiguous(case, splits)
         shape = (case.batch, case.kv_len, case.kv_heads, case.head_dim)
         order = table.flatten().long()

@@ -2,7 +2,7 @@
 """`vmem bench prefix-map`: the time for a new request to start from a recorded prefix.
 
 `KVCache.alloc_prefix` finds the prefix and maps its pages, read-only, in a free slot; 10,240 tokens
-of Llama-3-8B's shape are 1.34 GB in 64 tensors. The number of driver calls depends on where the
+of Llama-3-8B's shape occupy 1.34 GB in 64 tensors. The number of driver calls depends on where the
 pages are in physical memory, and so on how the first request allocated them:
 
 - ``runs``: in one step, as for a prefill, so that a tensor's pages are adjacent.
@@ -105,7 +105,7 @@ class _Kind(Closable):
     # ---- timing ----------------------------------------------------------------------------------
 
     def time(self, found: Samples, matched: Samples) -> None:
-        """Times a match of the prefix, then a request that starts from the prefix."""
+        """Times matching the prefix, then starting a request from it."""
         cache = self.cache
         start = time.perf_counter_ns()
         cache.match(self.ids, 0)
@@ -172,7 +172,7 @@ class _Kind(Closable):
 
 
 def _measure(command: Command, part: Part, name: str, deadline: Deadline) -> None:
-    """Adds the rows of a kind.
+    """Adds the rows for a kind.
 
     Raises:
         VMemError: the back end does not support this kind.

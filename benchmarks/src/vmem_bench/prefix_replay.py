@@ -9,9 +9,9 @@ Outputs are not recorded, since the trace does not include them.
 - **Tree** (`PrefixTree`): a unit is the smallest number of tokens that two requests can share by
   mapping a page twice. The least recently used leaf is evicted first, from its end, by at least one
   unit.
-- **Blocks** (vLLM's automatic prefix caching): a full block is named by a hash of its tokens and of
-  the previous block's hash. A finished request appends its blocks to a queue, last block first; new
-  blocks are taken from the front of the queue.
+- **Blocks** (vLLM's automatic prefix caching): a full block is identified by a hash of its tokens
+  and of the previous block's hash. A finished request appends its blocks to a queue, last block
+  first; new blocks are taken from the front of the queue.
 
 A third cache, `Turns`, is a real `KVCache`. It counts the hits whose rows were still mapped in the
 slot in which the conversation's previous turn ended. `Sliding` is the tree for a model with
@@ -57,7 +57,7 @@ __all__ = [
 ]
 
 TRACE_BLOCK = 512
-"""Tokens per id of Mooncake's trace. Equal ids mean equal prefixes up to the end of the block."""
+"""Tokens per id in the Mooncake trace. Equal ids mean equal prefixes up to the end of the block."""
 
 _HOST_PAGE = 4096
 _MAX_HASH = MAX_ID // TRACE_BLOCK
@@ -87,7 +87,7 @@ class Cache(Protocol):
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Reads Mooncake's trace, one JSON object per line, in order.
+    """Reads the Mooncake trace, one JSON object per line, in order.
 
     Raises:
         InvalidArgument: the file cannot be read, or a line lacks the fields, has too few ids, or
@@ -312,10 +312,10 @@ class Sliding:
 
 
 class Blocks:
-    """A cache of blocks identified by hashes, in one queue; see the top of this file.
+    """A cache of blocks identified by hashes, in one queue; see the module docstring.
 
-    A block's hash covers its whole prefix. The trace gives such a hash for every 512 tokens, so a
-    block is named by this hash and its index within the 512 tokens.
+    A block's hash covers its whole prefix. The trace has one such hash for every 512 tokens, so a
+    block is identified by that hash and its index within the 512 tokens.
 
     Args:
         block: tokens per block, a divisor of 512.
@@ -458,7 +458,7 @@ class Turns(Closable):
 
 
 def hit_tokens(prompts: Iterable[Prompt], cache: Cache) -> tuple[int, int]:
-    """Serves all prompts; returns the tokens found and the cache's peak bytes."""
+    """Serves all prompts; returns the number of tokens found and the cache's peak size in bytes."""
     hits = most = 0
     for prompt in prompts:
         hits += cache.serve(prompt)
@@ -469,7 +469,7 @@ def hit_tokens(prompts: Iterable[Prompt], cache: Cache) -> tuple[int, int]:
 def common_tokens(prompts: Sequence[Prompt]) -> int:
     """Returns the length of the prefix (a system prompt) that all prompts share.
 
-    It is a whole number of the trace's blocks.
+    It is a multiple of the trace's block size.
     """
     first = prompts[0].hash_ids
     for at, one in enumerate(first):
@@ -481,7 +481,7 @@ def common_tokens(prompts: Sequence[Prompt]) -> int:
 
 
 def bound(prompts: Sequence[Prompt]) -> int:
-    """Returns how many tokens a cache without a limit finds, in the trace's blocks of 512."""
+    """Returns how many tokens an unlimited cache finds, in the trace's blocks of 512."""
     seen: set[int] = set()
     hits = 0
     for length, ids in prompts:

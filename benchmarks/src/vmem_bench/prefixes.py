@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: MIT
 """`vmem bench prefixes`: the prefix tree's hit rates and the time of a match.
 
-- Part ``hits`` replays Mooncake's trace on the tree, with the units of several layouts, and on
-  blocks of 16 tokens named by their hash, with the same budgets in bytes. `prefix_replay` describes
-  both.
+- Part ``hits`` replays the Mooncake trace on the tree, with the units of several layouts, and on
+  hashed 16-token blocks, with the same budgets in bytes. `prefix_replay` describes both.
 - Part ``turns`` replays the trace on a real cache, on ``host``, and counts the hits whose pages
   were still mapped, so that the request started without a driver call.
 - Part ``windows`` replays the trace on the tree of a model like Gemma 3, with five sliding layers
   per full layer, once with windows and once with all rows kept.
 - Part ``match`` matches a prompt of 100,000 tokens against 10,000 recorded prefixes. Half of them
-  agree with the prompt up to some token, which splits the prompt's path into many nodes.
+  match the prompt up to some token, which splits the prompt's path into many nodes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Replays requests in too little memory for all of them, and counts the running requests.
+"""Replays requests with too little memory for all of them, and counts how many run.
 
 Arrival times do not matter: the queue is never empty, so only memory limits the batch. As in an
 engine with continuous batching, an iteration has these steps:
@@ -49,7 +49,7 @@ class Memory(Protocol):
         ...
 
     def mapped_bytes(self) -> int:
-        """Returns the physical memory that the requests have since the last `hold`."""
+        """Returns the physical memory that the requests occupy, as of the last `hold`."""
         ...
 
 
@@ -100,7 +100,7 @@ class Outcome:
         mean_batch: mean number of running requests.
         max_batch: largest number of running requests.
         wasted_bytes: mean bytes per running request that are mapped but hold no token.
-        mapped_bytes: mean bytes of all running requests together.
+        mapped_bytes: mean bytes mapped by all running requests together.
         preemptions: number of times that a request returned to the queue, in the whole trace.
     """
 
@@ -128,7 +128,7 @@ class _Sums:
 
 
 def replay(requests: Sequence[Request], memory: Memory, token_bytes: int) -> Outcome:
-    """Runs all requests to completion; see the top of this file.
+    """Runs all requests to completion; see the module docstring.
 
     Args:
         requests: the requests in order of admission.

@@ -54,7 +54,7 @@ _METHOD = {
 
 
 class Blocks:
-    """A request's blocks, scattered over a pool with twice as many, and host memory for them.
+    """A request's blocks, scattered over a pool twice as large, and host memory for them.
 
     The host memory is pinned.
 
@@ -233,7 +233,7 @@ class _Length:
         def again() -> None:
             turn()
             cache.free_reqid(0)
-            cache.trim(prefixes=True)  # drop the host copy too, so that the next turn copies again
+            cache.trim(prefixes=True)  # also drop the host copy, so that the next turn copies again
             begin()
             end()
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """`vmem bench paper`: generates the page that compares the papers' numbers with ours.
 
-The page is generated from ``benchmarks/results`` alone, so that no number is written by hand.
+The page is generated from ``benchmarks/results`` alone, so that no numbers are entered by hand.
 """
 
 from __future__ import annotations

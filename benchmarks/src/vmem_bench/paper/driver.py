@@ -76,7 +76,7 @@ class Work:
 
 
 def costs(results: Results, way: str) -> Costs:
-    """Derives the costs from the times for 64 pages, one by one and in a single call.
+    """Derives the costs from the times for 64 pages, one at a time and in a single call.
 
     way: "map" or "unmap".
     """

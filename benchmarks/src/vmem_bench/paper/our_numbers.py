@@ -58,13 +58,13 @@ _PAGES = ("64K", "128K", "256K", "2M")
 
 
 def block_tokens(model: str, ranks: int, page: int) -> int:
-    """Returns the number of tokens whose keys (or values) of one layer fit in a page."""
+    """Returns the number of tokens whose keys (or values) in one layer fit in a page."""
     shape = SHAPES[model].on_ranks(ranks)
     return page // (shape.num_kv_heads * shape.head_dim * shape.config().itemsize)
 
 
 def waste(model: str, page: int) -> float:
-    """Returns how many MB a request can waste at most, which is a page per tensor on one rank."""
+    """Returns the most memory in MB that a request can waste: one page per tensor, on one rank."""
     return 2 * SHAPES[model].num_layers * page / 2**20
 
 
@@ -113,7 +113,7 @@ def opt(_: Results) -> str:
 
 
 def over_blocks(file: str, kernel: str, *cases: str) -> Callable[[Results], str]:
-    """The time with blocks of 16 and with the best block size, relative to our contiguous pages."""
+    """The time with 16-token blocks and with the best block size, relative to contiguous pages."""
 
     def text(results: Results) -> str:
         parts = []
@@ -199,7 +199,7 @@ def by_slots(results: Results) -> str:
 
 
 def calls(results: Results) -> str:
-    """The latency of our memory calls by page size, and that of CUDA's calls at 2 MB."""
+    """The latency of our memory calls by page size, and of CUDA's calls at 2 MB."""
     one = results["h100"]
     maps = " / ".join(f"{one.value(f'calls/map_access/stock/{page}'):.0f}" for page in _PAGES)
     names = ("create", "map", "set_access", "unmap", "release")
@@ -306,7 +306,7 @@ def hits(results: Results) -> str:
 
 
 def served(file: str, part: str, figure: str, words: str, *others: str) -> Callable[[Results], str]:
-    """The first arm's figure, relative to those of the other arms and of its own second run."""
+    """The first arm's figure, relative to the other arms and to its own second run."""
 
     def text(results: Results) -> str:
         one = results[file]
@@ -326,7 +326,7 @@ def served(file: str, part: str, figure: str, words: str, *others: str) -> Calla
 
 
 def static(results: Results) -> str:
-    """The batch size, throughput and memory use, compared with those of static slots."""
+    """The batch size, throughput and memory use, compared with static slots."""
     one, part = results["serve-azure-h200"], "offline"
     first = one.data["options"]["arms"][0]
     batches = [one.value(f"{part}/batch/{name}") for name in (first, "static")]
@@ -347,7 +347,7 @@ def freed(results: Results, file: str = "serve-azure-online-h200") -> str:
 
 
 def shared(results: Results) -> str:
-    """The number of prefix tokens found, and the throughput relative to blocks of 16."""
+    """The number of prefix tokens found, and the throughput relative to 16-token blocks."""
     one, part = results["serve-prefixes-h200"], "prefixes"
     found = [f"{one.value(f'{part}/shared/{name}'):,.0f}" for name in ("contiguous", "paged16")]
     speed = one.value(f"{part}/tokens/contiguous") / one.value(f"{part}/tokens/paged16")

@@ -18,7 +18,7 @@ class NotMeasured(LookupError):
 
 
 class Result:
-    """One file of ``benchmarks/results``."""
+    """A file in ``benchmarks/results``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -2,8 +2,8 @@
 """A row for each table and figure of the papers: the paper's number, ours, and why they differ.
 
 The papers' numbers come from their abstracts and from public texts that quote them (`SOURCES`);
-numbers that only a curve shows are left out. Our numbers are computed in our_numbers.py or marked
-as not measured.
+numbers shown only as a curve are left out. Our numbers are computed in our_numbers.py or marked as
+not measured.
 """
 
 from __future__ import annotations

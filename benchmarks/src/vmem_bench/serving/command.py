@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
 __all__ = ["ARMS", "WORKLOADS", "Arm", "add_parser", "run"]
 
-_BOUND = 0.05  # relative to the largest logit: bfloat16 has 8 bits, and layers add their errors
+_BOUND = 0.05  # relative to the largest logit: bfloat16 has 8 bits, and errors add up over layers
 _TILE = 191  # rows that FlashAttention-3's contiguous call may read past a request's end
 _BLOCK = 32  # a slot's rows per block for the paged call, which does not read past a request's end
 _CONTENT = 512  # tokens per content id
-_CHAT = (1800, 744)  # mean number of tokens of OpenChat's prompts and answers
+_CHAT = (1800, 744)  # mean number of tokens in OpenChat prompts and answers
 _TALKS = 4  # number of synthetic conversations that are interleaved
 _FEW = 16  # maximum number of slots for the comparison of logits
 _SPARE = 8 << 30  # bytes left free for activations, graphs and libraries
@@ -177,7 +177,7 @@ class _Runner:
             page_size=page,
             group_size=gcd(arm.group or args.group, sizes.layers),
             memory_limit=limit,
-            zero_fill=False,  # the other arms do not zero memory between requests either
+            zero_fill=False,  # like the other arms, which do not zero memory between requests
             overread_rows=_TILE if self._tiles(arm) else 0,
             overread_decode=self._tiles(arm) and arm.decode == "contiguous",
         )
@@ -200,7 +200,7 @@ class _Runner:
         limit_s: float = float("inf"),
         observer: Any = None,
     ) -> Outcome:
-        """Serves the arrivals with a new store; the command's `slots` and `limit` replace 0."""
+        """Serves the arrivals with a new store; if 0, `slots` and `limit` are the command's."""
         from vmem_bench.serving.loop import serve
         from vmem_bench.serving.ranks import Run
 
@@ -341,7 +341,7 @@ def _check(runner: _Runner, part: Part, names: Sequence[str]) -> list[str]:
 
 
 def _attempt(runner: _Runner, part: Part, name: str, work: Callable[[], Any]) -> Any:
-    """Returns the result of `work`, or None if the arm failed, so that other arms can go on."""
+    """Returns the result of `work`, or None if the arm failed, so that other arms can continue."""
     why = ""
     try:
         return work()
@@ -498,7 +498,7 @@ def _arms(text: str) -> list[str]:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the options that affect a run's numbers."""
+    """Returns the options that affect a run's results."""
     names = (
         "arms workload skip seed rate speed_up limit slots group budget ahead rounds limit_s eager"
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The forward pass of a serving loop over any store, eager or as a CUDA graph.
 
-A step copies its numbers to the device once, then runs the model. Requests with few new tokens come
+A step copies its inputs to the device once, then runs the model. Requests with few new tokens come
 first and share a call of the decoding kernel; prompts share a call of the prefill kernel. A step
 that only decodes is replayed as a CUDA graph of the next larger size. The step is padded with its
 last request, whose row is then written several times with the same values.
@@ -81,7 +81,7 @@ class _Part:
 
 @dataclass
 class _Batch:
-    """A step's numbers on the device, split into parts that each need one kernel call."""
+    """A step's inputs on the device, split into parts that each need one kernel call."""
 
     positions: torch.Tensor
     starts: torch.Tensor
@@ -91,7 +91,7 @@ class _Batch:
 
 
 class _Numbers:
-    """A step's numbers, in one device buffer and in two pinned host buffers used alternately.
+    """A step's inputs, in one device buffer and in two pinned host buffers used alternately.
 
     Two host buffers are needed because a step is prepared while the previous one runs.
     """
@@ -116,7 +116,7 @@ class _Numbers:
         return out
 
     def send(self, **values: Any) -> None:
-        """Copies the numbers to the device, in the order of the stream."""
+        """Copies the inputs to the device, in stream order."""
         self._turn ^= 1
         host = self._host[self._turn]
         fields = self._cut(host.numpy())
@@ -201,7 +201,7 @@ class Forward:
 
     @torch.inference_mode()
     def launch(self, works: list[Work]) -> Launched:
-        """Launches a step, whose rows must have memory.
+        """Launches a step; its rows must already have memory.
 
         Requests with few new tokens must come first in `works`.
         """
@@ -220,7 +220,7 @@ class Forward:
         return Launched(logits, event.synchronize)
 
     def _send(self, numbers: _Numbers, works: Sequence[Work], few: int) -> None:
-        """Computes and sends a step's numbers; the first `few` requests form the first part."""
+        """Computes and sends a step's inputs; the first `few` requests form the first part."""
         counts = np.array([len(work.ids) for work in works], dtype=np.int32)
         slots = np.array([work.slot for work in works], dtype=np.int32)
         used = np.array([work.end for work in works], dtype=np.int32)
@@ -282,7 +282,7 @@ class Forward:
     def _width(self, works: Sequence[Work]) -> int:
         """Returns the width of the block table that these requests need.
 
-        It is a power of two, so that few widths occur, or all blocks.
+        It is a power of two, so that few widths occur, but at most the table's width.
         """
         table = self.store.table
         if table is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""FlashInfer for a step's prompts: a call per slot, or one over blocks that is planned per step.
+"""FlashInfer for a step's prompts: one call per slot, or one call over blocks, planned per step.
 
 FlashAttention-3 does the decoding, because FlashInfer plans on the host, which a CUDA graph cannot
 replay. FlashInfer's kernels are compiled when they are first called (`pyvmem.attention.infer`).
@@ -90,7 +90,7 @@ class Prompts:
             new = slice(at, at + len(work.ids))
             rows = slice(
                 work.end
-            )  # the view ends at the request's length, so that no tile past it is read
+            )  # the view ends at the request's length, so that tiles past it are not read
             keys, values = k[work.slot, rows], v[work.slot, rows]
             scale = self._sizes.head_dim**-0.5
             out[new] = self._single(

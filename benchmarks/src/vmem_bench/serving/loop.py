@@ -9,8 +9,8 @@ in the background, the request takes part in a step only once its memory is mapp
 would otherwise be empty. When memory is short, the request that joined last is preempted: it loses
 its rows and recomputes them.
 
-Tokens are given, not sampled (sampled tokens are computed and dropped), so that all stores compute
-the same and their logits can be compared.
+Tokens are predetermined, not sampled (sampled tokens are computed and dropped), so that all stores
+compute the same thing and their logits can be compared.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Live:
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample: bytes mapped, bytes held by requests, bytes used by rows, and running requests."""
+    """A sample: bytes mapped, held by requests and used by rows, and the number running."""
 
     at: float
     mapped: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A serving loop on several GPUs, with tensor parallelism and a `ParallelKVCache` on each rank.
+"""A serving loop over several GPUs, with tensor parallelism and a `ParallelKVCache` on each rank.
 
 Rank 0 runs the loop. Before each forward pass it sends the other ranks the calls that it made on
 its store since the last pass, and the requests of this pass. The other ranks make the same calls on
@@ -32,7 +32,7 @@ __all__ = ["Group", "LeadingForward", "Told", "count", "follow"]
 
 
 def count() -> int:
-    """Returns the number of ranks that torchrun started, or 1 without torchrun."""
+    """Returns the number of ranks that torchrun started, or 1 if it was not used."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -46,7 +46,7 @@ class Run(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The calls of rank 0's store with their results (`asked`), and a pass's requests (`works`).
+    """The calls to rank 0's store with their results (`asked`), and a pass's requests (`works`).
 
     `works` is None when the run has ended, and empty if the message has only calls and no pass.
     """
@@ -111,7 +111,7 @@ class Group:
 
 
 class Told(Store):
-    """A wrapper of rank 0's store that records calls for the other ranks to repeat.
+    """A wrapper around rank 0's store that records calls for the other ranks to repeat.
 
     Args:
         store: this rank's store.
@@ -145,7 +145,7 @@ class Told(Store):
         return bool(self._ask("hold", slots, lengths))
 
     def ahead(self, *asked: tuple[list[int], list[int]]) -> None:
-        """See `Store`; the other ranks are told at once, so that they map while a pass runs."""
+        """See `Store`; the other ranks are told immediately, so that they map while a pass runs."""
         if type(self.store).ahead is not Store.ahead:
             self._ask("ahead", *asked)
             self.tell([])

@@ -30,14 +30,14 @@ VLLM = "vllm"  # an engine with its own loop, whose steps are not measured
 _FORMAT = "vmem-bench-serve/1"
 # The options that may differ between joined runs.
 _FREE = ("arms", "asked", "deadline", "rounds", "limit_s")
-# The number of bytes up to which memory is short for Azure's trace and an 8B model.
+# The limit in bytes up to which memory is short for the Azure trace and an 8B model.
 _BINDS = 20 << 30
 _NOISE = 0.05  # maximum by which the difference between identical arms relaxes a target
 _SERIES = 400  # maximum number of memory samples in a row's series
 
 
 def figures(outcome: Outcome) -> dict[str, tuple[str, float, str]]:
-    """Returns the reported values of a run by name, each as (description, value, unit)."""
+    """Returns a run's reported values by name, each as (description, value, unit)."""
     seconds = outcome.seconds
     tokens = outcome.prompt_tokens + outcome.new_tokens - outcome.recomputed
     found: dict[str, tuple[str, float, str]] = {
@@ -105,7 +105,7 @@ def _of_steps(outcome: Outcome) -> dict[str, tuple[str, float, str]]:
 
 
 def add_rows(part: Part, name: str, what: str, outcomes: Sequence[Outcome]) -> None:
-    """Adds the rows of an arm, with the value of every round; adds none if there are no rounds."""
+    """Adds an arm's rows, with every round's value; does nothing if there are no rounds."""
     if not outcomes:
         return
     rounds = [figures(outcome) for outcome in outcomes]
@@ -141,7 +141,7 @@ def _middle(values: Sequence[float]) -> dict[str, Any]:
 
 
 def over(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
-    """Returns the ratio of two rows' values; in joined runs, its median over runs with both."""
+    """Returns the ratio of two rows' values; in joined runs, the median over runs with both."""
     if "by_run" not in one:
         return float(one["value"]) / float(other["value"])
     mine, theirs = dict(one["by_run"]), dict(other["by_run"])

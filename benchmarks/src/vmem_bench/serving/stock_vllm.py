@@ -72,7 +72,7 @@ def serve(
         max_num_seqs=slots,
         longest=longest,
         max_num_batched_tokens=budget,
-        enable_prefix_caching=False,  # requests share no prefixes
+        enable_prefix_caching=False,  # requests do not share prefixes
     )
     with fleet:
         # One more block, because vLLM reserves one for itself.

@@ -114,7 +114,7 @@ class Store(ABC):
         """Returns whether a new request of `tokens` fits once the `partial` requests have grown.
 
         `partial`: slots, and the number of tokens that each will hold. The answer assumes that the
-        new request shares no rows.
+        new request does not share rows.
         """
 
     @abstractmethod
@@ -127,15 +127,15 @@ class Store(ABC):
         Args:
             asked: groups of slots and their lengths; a group never waits for a later group.
         """
-        return  # this store maps nothing
+        return  # this store does not map memory
 
     def ready(self, slot: int, tokens: int) -> bool:
-        """Returns whether a `hold` of `tokens` would need no new memory."""
+        """Returns whether a `hold` of `tokens` would succeed without new memory."""
         return True
 
     def prompt_ends(self, slot: int, tokens: int) -> None:
         """Called when a slot's whole prompt was launched; may free memory mapped past its end."""
-        return  # this store maps no such memory
+        return  # this store does not map memory
 
     def readable(self, slot: int) -> int:
         """Returns the number of rows of a contiguous slot that a kernel may read."""
@@ -158,7 +158,7 @@ class Store(ABC):
         return {}
 
     def settle(self) -> None:
-        """Frees the memory that a warm-up left, and resets the counters."""
+        """Frees memory left over from a warm-up, and resets the counters."""
         self.host_ns = 0
 
     def close(self) -> None:
@@ -207,7 +207,7 @@ class Slots(Store):
         self.cache: KVCache | ParallelKVCache
         if ranks > 1:
             self.cache = ParallelKVCache(config, **options)
-        else:  # never return memory to the driver, like the other stores
+        else:  # like the other stores, never return memory to the driver
             self._context = Context(**options, granule=config.page_size, pool_high=KEEP_ALL)
             try:
                 self.cache = KVCache(config, self._context)

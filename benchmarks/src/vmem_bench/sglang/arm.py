@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""An SGLang engine that executes orders: ``python -m vmem_bench.sglang.arm``.
+"""An SGLang engine that executes commands: ``python -m vmem_bench.sglang.arm``.
 
-Orders are lines of JSON on standard input; answers are written to the descriptor that ``--answers``
-names, as in `vmem_bench.vllm.arm`:
+Commands are lines of JSON on standard input; replies are written to the descriptor given by
+``--answers``, as in `vmem_bench.vllm.arm`:
 
     {"load": [[id, ...], ...], "tokens": [n, ...], "at": [s, ...], "begin": t}
                             -> {"answers": [[id, ...], ..], "times": [[s, ...], ...]}
@@ -55,7 +55,7 @@ def _answer(sglang: Any, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Executes orders until standard input closes."""
+    """Executes commands until stdin is closed."""
     with open_orders() as (options, say, orders):
         import sglang
         from sglang.srt.entrypoints.engine import Engine

@@ -4,7 +4,7 @@
 Engines run one at a time, each in a new process, in the order stock, elastic, elastic, stock, so
 that drift in the machine's speed affects both equally. A ratio is the mean over pairs of adjacent
 turns, with its confidence interval. The result file is written after each turn. share.py implements
-the part ``share``.
+the ``share`` part.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _check(turns: Turn) -> None:
     """Checks that every elastic engine answers single requests like at least one stock engine.
 
     Raises:
-        WrongResult: the answers of an elastic engine match those of no stock engine.
+        WrongResult: an elastic engine's answers do not match those of any stock engine.
     """
     stock, mine = (
         [one["tokens"]["alone"] for one in turns[arm] if "tokens" in one] for arm in ARMS

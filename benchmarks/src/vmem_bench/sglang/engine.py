@@ -57,7 +57,7 @@ class _Engine:
         self.sglang = Engine(**plan["options"])
 
     def _device(self) -> int:
-        """Returns the number of bytes of device memory in use; 0 without a GPU."""
+        """Returns the device memory in use, in bytes; 0 if there is no GPU."""
         import torch
 
         if not self.plan["gpu"]:
@@ -83,7 +83,7 @@ class _Engine:
         return found | ({"device": self._device() - self.before} if self.plan["gpu"] else {})
 
     def prompts(self, count: int, length: int) -> Ids:
-        """Returns new prompts, which are the same in every engine and never repeat."""
+        """Returns new prompts, which are identical in every engine and never repeat."""
         self.count += 1
         draw = random.Random(self.count)
         tokens = range(3, self.plan["vocabulary"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The part ``share`` of `vmem bench sglang`: vLLM and SGLang on one device, busy alternately.
+"""The ``share`` part of `vmem bench sglang`: vLLM and SGLang on one device, busy in turn.
 
 Four engines run at the same time: elastic vLLM and SGLang, which share memory through one ledger,
 and stock vLLM and SGLang, each with half of that memory. A burst of requests needs most of the
@@ -56,7 +56,7 @@ METHOD = {
 
 @dataclass(frozen=True)
 class _SGLangPlan(Plan):
-    """The plan of an SGLang engine instead of a vLLM engine."""
+    """A plan for an SGLang engine instead of a vLLM engine."""
 
 
 class _Mixed(Fleet):
@@ -117,7 +117,7 @@ def bursts(
 
     Args:
         found: the requests, in order; their times are not used.
-        tokens: minimum number of tokens in a burst's requests together.
+        tokens: minimum total number of tokens in a burst's requests.
         count: number of bursts per engine.
         period: seconds between the starts of an engine's bursts.
     """
@@ -191,7 +191,7 @@ def _turn(
     }
     begin = time.monotonic() + (
         1.0 if fleet.command.quick else 2.0
-    )  # by then both engines have read their orders
+    )  # by then both engines have read their commands
     orders = {f"{engine} {arm}": load.order(begin) for engine, load in given.items()}
 
     def look() -> None:
@@ -250,7 +250,7 @@ class Found:
         return used | {"both": sum(used.values())}
 
     def rows(self, part: Part) -> None:
-        """Adds the rows of all measurements so far."""
+        """Adds the rows for all measurements so far."""
         part.value("capacity", "of both engines together", "both", self.memory, "bytes")
         for engine in (*ENGINES, "both"):
             for fraction in (0.5, 0.99):

@@ -26,9 +26,9 @@ def _measured(row: Mapping[str, Any] | None, digits: int, per: float = 1.0) -> s
 
 
 def spread(found: list[float]) -> dict[str, Any]:
-    """Returns fields for a row: all values and, if there are several, half the confidence interval.
+    """Returns a row's fields: all values and, if there are several, `half_width`.
 
-    The interval is that of their mean.
+    This is half the width of the mean's confidence interval.
     """
     rounds = {"rounds": [float(f"{one:.4g}") for one in found]}
     return rounds | ({"half_width": interval(found)[1]} if len(found) > 1 else {})
@@ -91,7 +91,7 @@ def body(rows: Rows) -> list[list[str]]:
 
 
 def shared(rows: Rows) -> list[list[str]]:
-    """Returns the lines of the part ``share``, below `SHARED`.
+    """Returns the lines of the ``share`` part, below `SHARED`.
 
     Args:
         rows: rows of the part, by name.

@@ -45,7 +45,7 @@ Found = dict[str, Any]
 def engine_options(
     command: Command, model: Path, longest: int, tokens: int, most: int, graphs: int
 ) -> dict[str, Any]:
-    """Returns the options of `sglang.Engine`.
+    """Returns the options for `sglang.Engine`.
 
     Args:
         command: the run's command.
@@ -93,7 +93,7 @@ def engine_options(
 
 
 def engine_environment(command: Command, path: str) -> dict[str, str]:
-    """Returns the environment of an engine's process, with the back end as the only VMEM variable.
+    """Returns the environment for an engine process, with the back end as the only VMEM variable.
 
     Args:
         command: the run's command.
@@ -145,7 +145,7 @@ class Turns:
         self.path = engine_path(folder / "site")
 
     def options(self) -> dict[str, Any]:
-        """Returns the options of `sglang.Engine`."""
+        """Returns the options for `sglang.Engine`."""
         most = max(8, self.requests[-1])
         return engine_options(
             self.command, self.folder / "model", self.longest, self.tokens, most, self.requests[-1]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """An engine process of `vmem bench vllm`: ``python -m vmem_bench.vllm.arm``.
 
-Orders are lines of JSON on standard input; each is answered with a line on the descriptor that
-``--answers`` names. vLLM's own output goes to standard output and error.
+Commands are lines of JSON on standard input; each is answered by a line on the descriptor given by
+``--answers``. vLLM's own output goes to standard output and error.
 
     {"load": [[id, ...], ...], "tokens": [n, ...], "at": [s, ...], "most": n, "begin": t}
                             -> {"seconds": s, "answers": [[id, ...], ..], "added": [s, ..],
@@ -34,7 +34,7 @@ from vmem_bench.orders import open_orders
 
 __all__ = ["ENGINE", "main"]
 
-# vLLM options for every engine; the command adds the model and those that depend on the machine.
+# vLLM options for every engine; the command adds the model and options that depend on the machine.
 ENGINE = {
     "load_format": "dummy",
     "skip_tokenizer_init": True,
@@ -175,11 +175,11 @@ def _script(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
     vLLM does not reset prefixes while requests run, so from time to time no requests are added
     until all have finished.
 
-    `order` has these items: seed, requests (their number), vocabulary, longest (tokens of a prompt,
-    at most), output (tokens of an answer, at most), most (concurrent requests, at most) and reset
-    (the probability of a reset after a step). All requests, and the number of tokens after which
-    each is aborted, are drawn before the first step, so that the answers of the others can be
-    compared regardless of an engine's speed.
+    `order` has these items: seed, requests (the count), vocabulary, longest (maximum tokens in a
+    prompt), output (maximum tokens in an answer), most (maximum concurrent requests) and reset (the
+    probability of a reset after a step). All requests, and the number of tokens after which each is
+    aborted, are drawn before the first step, so that the answers of the others can be compared
+    regardless of an engine's speed.
     """
     draw = random.Random(order["seed"])
     begin = [draw.randrange(3, order["vocabulary"]) for _ in range(order["longest"] // 2)]
@@ -374,7 +374,7 @@ def _answer(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Executes orders until standard input is closed."""
+    """Executes commands until stdin is closed."""
     with open_orders() as (options, say, orders):
         import vllm
 

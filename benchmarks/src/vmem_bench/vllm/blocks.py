@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The part ``blocks`` of `vmem bench vllm`: blocks of 16 tokens compared with blocks of 128."""
+"""The ``blocks`` part of `vmem bench vllm`: 16-token blocks compared with 128-token blocks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def measure(command: Command, part: Part) -> None:
         trace = at_rate(requests_of(command, args.requests, LONGEST), 0)
 
         def give(size: int, name: str, requests: list[Arrival], round_: int) -> None:
-            """Gives a load to an engine. Round 0 is a warm-up, whose answers are dropped."""
+            """Sends a load to an engine. Round 0 is a warm-up, whose answers are dropped."""
             load = Load.of(requests, fleet.vocabulary, round_)
             engine = f"blocks {size}"
             peak = 0

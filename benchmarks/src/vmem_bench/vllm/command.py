@@ -4,18 +4,18 @@
 Engines of one shape with the same random weights, each in its own process (`arm`), get the
 same requests in turn. The parts:
 
-- ``load``: throughput and latency at several rates, for stock, elastic and again stock vLLM. The
-  tokens are compared.
+- ``load``: throughput and latency at several rates, for stock vLLM, elastic vLLM and stock vLLM
+  again. The tokens are compared.
 - ``idle``: the memory that an idle engine withholds from other processes, and for how long.
-- ``share``: alternating bursts of engines that share memory, of engines with static parts, and of
-  each engine alone.
+- ``share``: alternating bursts for engines that share memory, engines with static parts, and each
+  engine alone.
 - ``sleep``: the time to sleep and to wake, and the memory that sleep frees.
-- ``blocks``: blocks of 16 tokens compared with blocks of 128.
+- ``blocks``: 16-token blocks compared with 128-token blocks.
 - ``rough``: requests that arrive and are aborted at random, prefix resets and trims. The tokens are
   compared. With ``--offload``, prefixes are loaded from host memory.
-- ``limit``: a limit on every device that is lowered while requests run.
+- ``limit``: a limit on every device, lowered while requests run.
 - ``full``: a full GPU, with one engine at a time.
-- ``first``, ``cost``: time to first token after an idle period; the pool's host time in a step.
+- ``first``, ``cost``: time to first token after an idle period; the pool's host time per step.
 - ``offload``: prompts whose keys and values are in host memory.
 - ``prefixes``: engines that take turns with prefixes that do not fit in memory, which is shared or
   divided into static parts, each with and without host memory.

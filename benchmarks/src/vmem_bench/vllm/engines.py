@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 LONGEST = 4096
-"""The maximum number of tokens in a request, unless a fleet has another maximum."""
+"""The maximum number of tokens in a request, unless a fleet sets its own."""
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 """The configuration fields that all models of this architecture share."""
@@ -181,7 +181,7 @@ def until_time_up(part: Part) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Plan:
-    """The options of an engine to start.
+    """The options for starting an engine.
 
     Attributes:
         elastic: whether to use the elastic pool.
@@ -197,7 +197,7 @@ class Plan:
 
 
 class Engine:
-    """A running engine. `send` gives it an order, and `wait` returns the answer."""
+    """A running engine. `send` sends it a command, and `wait` returns the reply."""
 
     def __init__(self, name: str, process: subprocess.Popen[str], answers: Any, log: Path) -> None:
         self.name, self.process, self.log = name, process, log
@@ -211,7 +211,7 @@ class Engine:
         self._said.put("")
 
     def send(self, **what: Any) -> None:
-        """Sends an order without waiting for the answer."""
+        """Sends a command without waiting for the reply."""
         assert self.process.stdin is not None
         try:
             print(json.dumps(what), file=self.process.stdin, flush=True)
@@ -219,7 +219,7 @@ class Engine:
             raise self._ended() from None
 
     def receive(self, seconds: float) -> dict[str, Any] | None:
-        """Returns the next answer, or None if no answer arrived within `seconds`."""
+        """Returns the next reply, or None if none arrives within `seconds`."""
         try:
             line = self._said.get(timeout=max(seconds, 1e-3))
         except queue.Empty:
@@ -236,10 +236,10 @@ class Engine:
         return WrongResult(f"the engine {self.name} exited: " + " | ".join(end))
 
     def wait(self, deadline: Deadline) -> dict[str, Any]:
-        """Returns the next answer.
+        """Returns the next reply.
 
         Raises:
-            TimeUp: no answer arrived before the deadline.
+            TimeUp: no reply arrived before the deadline.
         """
         answer = self.receive(deadline.left)
         if answer is None:
@@ -438,7 +438,7 @@ class Fleet:
             self._ends.pop(name)()
 
     def order(self, name: str, **what: Any) -> dict[str, Any]:
-        """Gives one engine an order and waits for its answer."""
+        """Sends a command to one engine and waits for the reply."""
         self.engines[name].send(**what)
         return self.engines[name].wait(self.command.deadline)
 
@@ -448,9 +448,9 @@ class Fleet:
         look: Callable[[], None] = lambda: None,
         every: float = 0.05,
     ) -> dict[str, dict[str, Any]]:
-        """Gives several engines an order each, and waits for all answers.
+        """Sends a command to each of several engines and waits for all replies.
 
-        While it waits, calls `look` about every `every` seconds.
+        While waiting, calls `look` about every `every` seconds.
         """
         for name, what in orders.items():
             self.engines[name].send(**what)
@@ -469,7 +469,7 @@ class Fleet:
     # ---- memory as seen from this process --------------------------------------------------------
 
     def free(self) -> int | None:
-        """Returns the number of bytes that this process could allocate now; None without a GPU."""
+        """Returns how many bytes this process could allocate now; None if there is no GPU."""
         if self.command.backend == "host":
             return None
         import torch
@@ -503,7 +503,7 @@ class Fleet:
         """Samples memory for `seconds`.
 
         Returns samples of the time since the start, the free bytes, and the bytes that all engines
-        use by the ledger.
+        use according to the ledger.
         """
         began, found = time.monotonic(), []
         while (now := time.monotonic() - began) < seconds and self.command.deadline.allows():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The parts ``first`` and ``cost`` of `vmem bench vllm`: a user's wait, and the host's work.
+"""The ``first`` and ``cost`` parts of `vmem bench vllm`: a user's wait, and the host's work.
 
 ``first`` measures the time to first token of an idle engine. An elastic engine has freed its memory
 by then, and must map memory for the prompt. Engines take turns in alternating order, each after the
@@ -37,7 +37,7 @@ _RUNNING = (64, 256)  # the numbers of decoding requests to try
 
 
 def measure_first(command: Command, part: Part) -> None:
-    """Runs the part ``first``."""
+    """Runs the ``first`` part."""
     longest = 0 if command.quick else max(PROMPTS) + 16
     plans = plans_of(command.args, kv_memory(command, 16 * GIB))
     with open_fleet(command, longest=longest, enable_prefix_caching=False) as fleet:
@@ -84,7 +84,7 @@ def one_prompt(tokens: int, vocabulary: int, seed: int) -> Load:
 
 
 def measure_cost(command: Command, part: Part) -> None:
-    """Runs the part ``cost``."""
+    """Runs the ``cost`` part."""
     with open_fleet(command, max_num_seqs=256) as fleet:
         _cost(command, part, fleet, plans_of(command.args, kv_memory(command, 16 * GIB)))
 

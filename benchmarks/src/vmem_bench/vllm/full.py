@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""The part ``full`` of `vmem bench vllm`: engines that fill the GPU, one at a time.
+"""The ``full`` part of `vmem bench vllm`: engines that fill the GPU, one at a time.
 
 Two identical engines that run side by side differ by several percent in every round, because
-processes differ with or without the pool. So each engine has the GPU to itself, serves a load that
-fills its KV cache, idles, serves the load again, and is stopped. Arms alternate (stock, elastic,
-elastic, stock), so that drift in the machine's speed affects both equally. At the start of either
-load, the elastic engine has almost nothing mapped. The first load of a process includes one-time
-work in torch and the driver, so it has separate rows. A ratio is the mean over pairs of adjacent
-engines, with its confidence interval.
+processes differ whether or not they use the pool. So each engine has the GPU to itself, serves a
+load that fills its KV cache, idles, serves the load again, and is stopped. Arms alternate (stock,
+elastic, elastic, stock), so that drift in the machine's speed affects both equally. At the start of
+either load, the elastic engine has almost nothing mapped. The first load of a process includes
+one-time work in torch and the driver, so it has separate rows. A ratio is the mean over pairs of
+adjacent engines, with its confidence interval.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class _Turn:
 
 
 def measure(command: Command, part: Part) -> None:
-    """Runs the part ``full``."""
+    """Runs the ``full`` part."""
     args = command.args
     memory = args.kv_memory or (2 * MIB if command.quick else 48 * GIB)
     with open_fleet(command, max_num_seqs=args.requests, enable_prefix_caching=False) as fleet:

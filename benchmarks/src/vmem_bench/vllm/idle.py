@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The part ``idle`` of `vmem bench vllm`: how much memory an idle engine keeps, and how long."""
+"""The ``idle`` part of `vmem bench vllm`: the memory an idle engine keeps, and for how long."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["measure"]
 
 
 def measure(command: Command, part: Part) -> None:
-    """Runs the part ``idle``."""
+    """Runs the ``idle`` part."""
     args, quick = command.args, command.quick
     with open_fleet(command) as fleet:
         cap = (8 if quick else 1000) * fleet.block_bytes
@@ -104,7 +104,7 @@ def _idle_rows(part: Part, found: dict[str, Any], cap: int) -> None:
 def _need_of_another(fleet: Fleet, capacity: int) -> dict[str, tuple[str, float, str]]:
     """Joins the ledger as an engine that needs all memory, and times the grant and the allocation.
 
-    `capacity`: memory of all engines together, in bytes; used only without a GPU.
+    `capacity`: total memory of all engines, in bytes; used only if there is no GPU.
     """
     (device,) = devices(fleet.ledger)
     account = Ledger(device, folder=fleet.ledger).join(

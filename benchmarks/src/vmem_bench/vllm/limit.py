@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The part ``limit`` of `vmem bench vllm`: a limit that is lowered while requests run."""
+"""The ``limit`` part of `vmem bench vllm`: a limit that is lowered while requests run."""
 
 from __future__ import annotations
 

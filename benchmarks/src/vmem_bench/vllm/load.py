@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The part ``load`` of `vmem bench vllm`: throughput and latency at several rates."""
+"""The ``load`` part of `vmem bench vllm`: throughput and latency at several rates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["measure"]
 
 
 def measure(command: Command, part: Part) -> None:
-    """Runs the part ``load``."""
+    """Runs the ``load`` part."""
     args = command.args
     plans = plans_of(args, kv_memory(command, 16 * GIB))
     arms = {**ARMS, **{name: name for name in plans if name not in ARMS}}

@@ -62,7 +62,7 @@ class Load:
     def order(self, begin: float = 0.0) -> dict[str, Any]:
         """Returns the arguments for `Engine.send`.
 
-        begin: the load's start as a monotonic time; 0 to start when the order arrives.
+        begin: the load's start as a monotonic time; 0 to start when the command arrives.
         """
         return {
             "load": self.prompts,
@@ -108,7 +108,7 @@ class Heard:
 
 
 def arrivals(trace: Path | None, count: int, longest: int) -> list[Arrival]:
-    """Returns the first `count` requests of a trace that fit, or synthetic ones like Azure's.
+    """Returns the first `count` requests that fit from a trace, or Azure-like synthetic ones.
 
     On average, one request arrives per second.
 
@@ -145,7 +145,7 @@ def at_rate(found: Sequence[Arrival], rate: float) -> list[Arrival]:
 
 
 def _moved(one: Arrival, at: float) -> Arrival:
-    """Returns the same request at another time."""
+    """Returns the same request with another arrival time."""
     return one._replace(at=round(at, 6))
 
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""The part ``offload`` of `vmem bench vllm`: prompts whose keys and values are in host memory.
+"""The ``offload`` part of `vmem bench vllm`: prompts whose keys and values are in host memory.
 
 A stock and an elastic engine take turns in alternating order. Both use vLLM's offloading or, with
-``--tiering``, its tiering with a folder below host memory. A prompt is computed and stored; then
-the engine drops its prefixes, idles, and gets the prompt again. An idle elastic engine frees its
-memory, so its second answer waits for pages as well as for the copy. Bytes per second count only
-the copies, as each connector reports them to vLLM. Both engines get the same prompts, and their
-answers must be identical, separately for computed and for loaded prompts. (With bfloat16, any
-engine may answer a prompt differently when it is loaded, since its last tokens are then computed in
-a smaller batch.)
+``--tiering``, its tiering, with a directory as the tier below host memory. A prompt is computed and
+stored; then the engine drops its prefixes, idles, and gets the prompt again. An idle elastic engine
+frees its memory, so its second answer waits for pages as well as for the copy. Bytes per second
+count only the copies, as each connector reports them to vLLM. Both engines get the same prompts,
+and their answers must be identical, separately for computed and for loaded prompts. (With bfloat16,
+any engine may answer a prompt differently when it is loaded, since its last tokens are then
+computed in a smaller batch.)
 
 Afterwards, requests decode while no other prompts arrive, while prompts arrive that are loaded from
 host memory, and while prompts arrive that are computed.
@@ -42,7 +42,7 @@ _DECODING, _ARRIVING, _GAP = (
 
 
 def measure(command: Command, part: Part) -> None:
-    """Runs the part ``offload``."""
+    """Runs the ``offload`` part."""
     memory = kv_memory(command, 10 * GIB)
     longest = 0 if command.quick else max(_PREFIXES) + 16
     host = command.args.offload or (64 * MIB if command.quick else 24 * GIB)
@@ -55,7 +55,7 @@ def measure(command: Command, part: Part) -> None:
 
 
 def _plan(command: Command, fleet: Fleet, name: str, memory: int, host: int) -> Plan:
-    """Returns the plan of an engine with `host` bytes of host memory for prefixes."""
+    """Returns a plan for an engine with `host` bytes of host memory for prefixes."""
     options = offloading(host)
     if command.args.tiering:
         extra = {

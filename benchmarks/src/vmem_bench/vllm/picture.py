@@ -43,7 +43,7 @@ def _rows(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns the rows to draw by name.
 
     Raises:
-        ValueError: the document has no series of memory.
+        ValueError: the document has no memory series.
     """
     parts = document.get("parts", {})
     part: dict[str, Any] = next((parts[name] for name in PARTS if parts.get(name)), {})
@@ -63,10 +63,10 @@ def digest(document: dict[str, Any]) -> str:
 def draw(document: dict[str, Any]) -> str:
     """Returns the picture as SVG: memory over time, and the time to first token by arm.
 
-    The memory is the mapped bytes of each engine, stacked, for the first arm that shares memory.
+    Memory is each engine's mapped bytes, stacked, for the first arm that shares memory.
 
     Raises:
-        ValueError: the document has no such series.
+        ValueError: the document has no memory series.
         ModuleNotFoundError: matplotlib is not installed.
     """
     rows = _rows(document)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The part ``prefixes`` of `vmem bench vllm`: engines take turns, and their prefixes do not fit.
+"""The ``prefixes`` part of `vmem bench vllm`: engines take turns, and their prefixes do not fit.
 
 Each engine has its own set of prompts, whose keys and values need as much memory as all engines
 have together; with two engines, that is twice an engine's part. The engines take turns. In its
@@ -68,7 +68,7 @@ class _Answer(NamedTuple):
 
 
 def turns(engines: int, count: int, prompts: int, sizes: _Turns, vocabulary: int) -> list[Load]:
-    """Returns a load per engine, of `count` turns that each contain every prompt once."""
+    """Returns a load per engine, with `count` turns that each contain every prompt once."""
     found = []
     period = prompts / sizes.rate + sizes.pause
     for engine in range(engines):
@@ -89,7 +89,7 @@ def turns(engines: int, count: int, prompts: int, sizes: _Turns, vocabulary: int
 
 
 def measure(command: Command, part: Part) -> None:
-    """Starts one kind of engine after another, and gives each of them the same requests."""
+    """Starts one kind of engine after another, and sends each the same requests."""
     args, quick = command.args, command.quick
     memory, sizes = args.kv_memory or (4 * MIB if quick else 12 * GIB), _QUICK if quick else _FULL
     answers: dict[str, list[_Answer]] = {}
@@ -145,7 +145,7 @@ def _run(
     fleet.start(dict.fromkeys(names, plan))
     warm = Load([[3 + n] * 32 for n in range(4)], [4] * 4, [0.0] * 4)
     fleet.together(dict.fromkeys(names, warm.order()))
-    begin = time.monotonic() + 1.0  # by then all engines have read their orders
+    begin = time.monotonic() + 1.0  # by then all engines have read their commands
     line: list[list[float]] = []
 
     def look() -> None:
@@ -169,7 +169,7 @@ def _add_rows(
     loads: Sequence[Load],
     prompts: int,
 ) -> None:
-    """Adds the rows of one kind of engine, over all turns except the first."""
+    """Adds the rows for one kind of engine, over all turns except the first."""
     first = [one.heard.first[prompts:] for one in said]
     rounds = [
         [x for one in first for x in one[at : at + prompts]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The part ``rough`` of `vmem bench vllm`: requests, aborts, resets and trims at random."""
+"""The ``rough`` part of `vmem bench vllm`: random requests, aborts, resets and trims."""
 
 from __future__ import annotations
 

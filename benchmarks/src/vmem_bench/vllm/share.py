@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The part ``share`` of `vmem bench vllm`: alternating bursts, with shared or static memory."""
+"""The ``share`` part of `vmem bench vllm`: alternating bursts, with shared or static memory."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def measure(command: Command, part: Part) -> None:
 
         def turn(arm: str, which: list[int], round_: int) -> None:
             kind = "static" if arm == "static" else "elastic"
-            # An engine that runs alone gets its first request immediately.
+            # An engine running alone gets its first request immediately.
             early = bursts[which[0]][0].at if arm == "alone" else 0.0
             loads = {
                 f"{kind} {k}": Load.of(later(bursts[k], -early), fleet.vocabulary, 100 * round_ + k)
                 for k in which
             }
-            begin = time.monotonic() + 1.0  # by then all engines have read their orders
+            begin = time.monotonic() + 1.0  # by then all engines have read their commands
             orders = {name: load.order(begin) for name, load in loads.items()}
             seen = memory_seen.setdefault(arm, []) if round_ == 0 and arm != "alone" else []
 
@@ -117,7 +117,7 @@ def measure(command: Command, part: Part) -> None:
 
 
 def _share_rows(part: Part, arm: str, found: dict[int, list[Heard]]) -> None:
-    """Adds the rows of all engines together and of each engine."""
+    """Adds the rows for all engines together and for each engine."""
     if not found:
         return
     every = [[x for one in each for x in one.first] for each in zip(*found.values(), strict=False)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The part ``sleep`` of `vmem bench vllm`: the time to sleep and to wake, and the memory freed."""
+"""The ``sleep`` part of `vmem bench vllm`: the time to sleep and to wake, and the memory freed."""
 
 from __future__ import annotations
 
