@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Fills caches with random rows, followed by NaNs that no kernel may read, and computes reference
-attention.
+"""Fills caches with random rows, followed by NaNs that kernels must not read, and computes
+reference attention.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ LAYERS = 2
 
 @dataclass(frozen=True)
 class Case:
-    """A batch: the requests in the order of their tokens, and each one's number of new tokens and
-    length. Together they determine which path a kernel takes.
+    """A batch: its requests in token order, with the number of new tokens and the length of each.
+    Together they determine which path a kernel takes.
     """
 
     name: str

@@ -4,7 +4,7 @@ memory crashes the process.
 
     python compiled_cases.py BACKEND DYNAMIC CASE...
 
-Each case asserts that the answers match those of the uncompiled model, and prints its name.
+Each case asserts that the outputs match those of the uncompiled model, and prints its name.
 """
 
 from __future__ import annotations

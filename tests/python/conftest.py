@@ -18,8 +18,8 @@ import pytest
 import pyvmem
 
 # Torch's threads spin at barriers. On a busy machine, they take CPU time from the very threads that
-# they wait for: with two other processes on two cores, torch ran eight times slower. It reads the
-# variable when a test imports it, which is later.
+# they wait for: with two other processes on two cores, torch ran eight times slower. Torch reads
+# the variable when it is imported, which a test does later.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
@@ -82,7 +82,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True, scope="module")
 def short_collections() -> None:
-    """Excludes existing objects from the garbage collections after each test.
+    """Excludes existing objects from the garbage collection that runs after each test.
 
     With torch, its compiler and transformers loaded, each collection took 0.2 to 0.4 s.
     """
@@ -110,8 +110,8 @@ def context(backend: str) -> Iterator[pyvmem.Context]:
 
 @pytest.fixture
 def host() -> Iterator[pyvmem.Context]:
-    """Opens a context on ``host``, for tests of what only it supports: CPU access, fork and exact
-    counts.
+    """Opens a context on ``host``, for tests of features that only it supports: CPU access, fork
+    and exact counts.
     """
     ctx = open_context("host")
     yield ctx

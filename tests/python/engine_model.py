@@ -72,7 +72,7 @@ class EngineModel:
     # ---- contents of rows ------------------------------------------------------------------------
 
     def tag(self, space: Namespace | None, ids: list[int]) -> int:
-        """Returns the content of the last id's row, which is the same in every request."""
+        """Returns the tag of the last id's row, which is the same in every request."""
         return self.known.setdefault((space, *ids), len(self.known) + 1)
 
     def tags(self, space: Namespace | None, ids: list[int]) -> list[int]:
@@ -111,7 +111,7 @@ class EngineModel:
     # ---- calls of an engine ----------------------------------------------------------------------
 
     def admit(self) -> None:
-        """Admits a request, at once or in the background, sometimes with an earlier lease."""
+        """Admits a request, immediately or in the background, sometimes with an earlier lease."""
         options: dict[str, Any] = {
             "room": self.random.choice((0, 1, 9)),
             "stream": self.stream(),
@@ -159,7 +159,7 @@ class EngineModel:
             take(self.engine.admit(given, space, **options))
 
     def lease(self) -> None:
-        """Takes a lease for a later prompt; if there are three, releases or drops one instead."""
+        """Takes a lease for a later prompt; if three are held, releases or drops one instead."""
         if len(self.leases) > 2:
             lease = self.leases.pop(0)
             if self.random.random() < 0.5:
@@ -321,7 +321,7 @@ class EngineModel:
             take(self.engine.swap_in(life.request, self.stream()))
 
     def namespace(self) -> None:
-        """Closes a namespace and opens another, of the same or another name."""
+        """Closes a namespace and opens another, with the same or a different name."""
         old = self.random.choice([one for one in self.spaces if one is not None])
         old.close()
         if len(self.spaces) > 5:

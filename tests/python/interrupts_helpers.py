@@ -12,9 +12,9 @@ looks at its eval breaker
 - 3.12 and 3.13: after CALL, CALL_KW, CALL_FUNCTION_EX, JUMP_BACKWARD and RESUME.
 
 The points are the union of these places over all versions: after each of these instructions, even
-if it calls a Python function, and wherever a frame starts or resumes. There is no point where a
-frame resumes because an exception is thrown into its generator. This also happens when an
-unfinished generator is dropped, as `any` may do.
+if it calls a Python function, and wherever a frame starts or resumes. A frame that resumes because
+an exception is thrown into its generator does not count. That includes an unfinished generator that
+is dropped, as `any` may do.
 
 `Interrupted` is raised before the next instruction runs. If that instruction and the call have
 different exception handlers (``return f()`` inside ``with``), the point is skipped: CPython would
@@ -123,8 +123,8 @@ class Interrupts:
     _known: dict[CodeType, Instructions] = {}  # noqa: RUF012
 
     def __init__(self, *at: int, package: str = PACKAGE) -> None:
-        """`at` is the number of the first point that raises, counted from 1; then the distance to
-        the second one, in points, and so on.
+        """`at` holds the number of the first point that raises, counted from 1, then the number of
+        points from there to the second one, and so on.
         """
         self._at = list(at)
         self._package = package
@@ -385,7 +385,7 @@ class Engine:
     def cache(self, budget: Budget | None = None, pages: int = 64, **changes: Any) -> KVCache:
         """Creates a small cache with memory for `pages` pages per tensor.
 
-        With a `budget`, `pages` must be the budget's memory, which is not changed.
+        If a `budget` is given, `pages` must match its memory, which is left unchanged.
         """
         config = small_config(self.page, **changes)
         tensors = 2 * config.num_layers // config.group_size
@@ -438,7 +438,7 @@ class Engine:
         return child
 
     def free(self, cache: Cache, reqid: int, **options: Any) -> None:
-        """Frees a request, or finds that an interrupted call has freed it."""
+        """Frees a request, unless an interrupted call has already freed it."""
         try:
             cache.free_reqid(reqid, **options)
         except InvalidArgument as error:
@@ -448,7 +448,7 @@ class Engine:
         self.held.pop((cache, reqid), None)
 
     def leaves(self, cache: Cache, reqid: int) -> None:
-        """Records that the call that will be interrupted frees this request."""
+        """Records that the call to be interrupted frees this request."""
         self.leaving.add((cache, reqid))
 
     # ---- checks ----------------------------------------------------------------------------------
@@ -597,7 +597,7 @@ def again(call: Call) -> Generator[Call, None, Any]:
 
 
 def ended(steps: Steps) -> None:
-    """Runs what a scenario does after its call."""
+    """Runs the part of a scenario that follows its call."""
     assert list(steps) == [], "a scenario has only one call"
 
 
@@ -713,7 +713,7 @@ def run_at(scenario: Scenario, at: tuple[int, ...], alarm: Alarm, backend: str =
 
 
 def measure(scenario: Scenario, alarm: Alarm, backend: str = "host") -> int:
-    """Counts the points at which a scenario's call can be interrupted; checks that run too."""
+    """Counts the points in a scenario's call; also checks that the uninterrupted call succeeds."""
     for _ in range(2):  # the first run loads modules and fills caches
         outcome = run_at(scenario, (), alarm, backend)
         assert not outcome.broken, f"without an interruption: {outcome.broken}"

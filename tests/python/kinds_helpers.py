@@ -126,7 +126,7 @@ def _lfm2() -> Any:
 
 
 def _gemma4() -> Any:
-    """The full-attention layer has larger heads; the last two layers reuse other layers' keys."""
+    """Full-attention layers have larger heads; the last two layers reuse other layers' keys."""
     kinds = ["sliding_attention", "sliding_attention", "full_attention"]
     config = transformers.Gemma4TextConfig(
         **_SMALL,

@@ -56,7 +56,7 @@ def policy_cache(
     context: pyvmem.Context, policy: dict[str, Any], limit: int, **changes: Any
 ) -> KVCache:
     """Returns a cache for random engines with a memory limit of `limit` pages per tensor, unless
-    the policy sets another `limit`.
+    the policy sets its own `limit`.
     """
     page, options = context.info.granule, {"limit": limit, **policy, **changes}
     options["memory_limit"] = options.pop("limit") * 2 * LAYERS * page
@@ -113,8 +113,8 @@ def _are(cache: KVCache, layer: int, which: int, reqid: int, rows: range, value:
 def stamp(cache: KVCache, reqid: int, low: int, high: int, tag: float) -> None:
     """Writes rows [low, high) of a slot in every layer, with different values in each.
 
-    The write has completed on return, because tests that free a slot after an `FdEvent` wait for
-    nothing else.
+    The write has completed on return, because tests that free a slot with an `FdEvent` wait only
+    for that event.
     """
     for layer in range(cache.config.num_layers):
         _put(cache, layer, 0, reqid, range(low, high), tag + layer / 16)
@@ -124,7 +124,7 @@ def stamp(cache: KVCache, reqid: int, low: int, high: int, tag: float) -> None:
 
 
 def rows_are(cache: KVCache, reqid: int, low: int, high: int, tag: float) -> bool:
-    """Returns true if the rows that `stamp` wrote are intact, in every element."""
+    """Returns true if every element of the rows that `stamp` wrote is intact."""
     return all(
         _are(cache, layer, 0, reqid, range(low, high), tag + layer / 16)
         and _are(cache, layer, 1, reqid, range(low, high), -tag - layer / 16)
@@ -197,8 +197,7 @@ def pending() -> Iterator[FdEvent]:
 
 @contextlib.contextmanager
 def firing_later(event: FdEvent) -> Iterator[list[bool]]:
-    """Sets the event from another thread; the yielded list contains True from just before it is
-    set."""
+    """Sets the event from another thread, and appends True to the yielded list just before that."""
     fired: list[bool] = []
 
     def fire() -> None:
@@ -414,7 +413,7 @@ def started(cache: KVCache, rows: int, tag: float = 1.0) -> int:
 
 
 def grown(cache: KVCache, reqid: int, low: int, rows: int, tag: float) -> None:
-    """Grows a request to `rows` rows, and writes the rows from `low` on with another tag."""
+    """Grows a request to `rows` rows, and writes the rows from `low` on with this tag."""
     want = [slot.seq_len for slot in cache.snapshot()]
     want[reqid] = rows
     assert cache.step(want) == 0

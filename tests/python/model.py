@@ -122,7 +122,7 @@ class Model:
         return sum(op.size * op.count for op in ops if op.kind == "populate")
 
     def check(self, ops: list[Op]) -> None:
-        """Raises Refused with the first error that the batch must report; changes nothing."""
+        """Raises Refused with the first error that the batch must report; applies nothing."""
         busy: set[tuple[int, int]] = set()
         going: set[int] = set()  # handles consumed by earlier operations
         for op in ops:  # first check the arguments of all operations
@@ -138,8 +138,7 @@ class Model:
                 going.add(id(op.handle))
 
     def _check_arguments(self, op: Op) -> None:
-        """Checks arguments before it looks at any page: first the handle, then the operation's
-        bounds."""
+        """Checks the arguments, before any page: first the handle, then the operation's bounds."""
         if op.kind == "map":
             self._check_handle(op)
         if max(op.pieces()) + op.size > self.sizes[op.space]:

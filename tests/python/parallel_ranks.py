@@ -5,7 +5,7 @@
 
 runs all scenarios, or a single one of CALLS random calls, and prints the results as one line of
 JSON. With BACKEND ``host`` the ranks use gloo; otherwise they use NCCL, with one GPU per rank.
-Ranks sleep for different times, and their GPU work completes at different times.
+Ranks sleep for different lengths of time, and their GPU work completes at different times.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TENSORS = 2 * LAYERS
 
 
 class Rank:
-    """This process's rank, which every scenario gets as its argument."""
+    """This process's rank, passed to every scenario as its argument."""
 
     def __init__(self, index: int, size: int, backend: str) -> None:
         self.index, self.size = index, size
@@ -80,7 +80,7 @@ class Rank:
     def work(self) -> FdEvent:
         """Starts GPU work, which sometimes completes so late that several calls find it unfinished.
 
-        On rank 0, all other work is already complete on return.
+        On rank 0, work that is not that slow is already complete on return.
         """
         event = FdEvent.create()
         slow = self.random.random() < 0.2
@@ -234,7 +234,7 @@ def one_rank_fails(rank: Rank) -> Any:
         with cache.together():
             out.append(cache.alloc_reqid())
         try:
-            with cache.together():  # every rank raises the same error, so nothing is poisoned
+            with cache.together():  # every rank raises the same error, so none is poisoned
                 cache.step([0, 99, 0, 0])
         except pyvmem.InvalidArgument:
             out.append("invalid")

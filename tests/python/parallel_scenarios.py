@@ -67,7 +67,7 @@ def shared_pages(rank: Any) -> Any:
 
 def soak(rank: Any, calls: int, seed: int = 0) -> Any:
     """Makes about `calls` random calls, using one engine after another; returns the number of
-    answers.
+    results.
     """
     count = 0
     for one in range(-(-calls // 500)):
@@ -249,8 +249,9 @@ def windows(rank: Any) -> Any:
 
 
 def shared_windows(rank: Any) -> Any:
-    """Checks that layers with a window share, cache and match alike on all ranks, whether or not
-    memory is short."""
+    """Checks that sharing, caching and matching with a window are the same on all ranks, whether or
+    not memory is short.
+    """
     same = random.Random(6)
     answers: list[Any] = []
     with rank.cache(pages=12, window=4, window_tile=4, max_batch=SLOTS) as cache:
@@ -343,7 +344,7 @@ def sharing_fails(rank: Any) -> Any:
                     cache.context.inject(kinds, skip=skip)
                 own = caught(call, parent, swapped)
                 if own == "nothing":
-                    own = caught(cache.trim)  # does the background work of the call
+                    own = caught(cache.trim)  # runs the call's background work
                 cache.context.inject(kinds, count=0)
                 assert own == "nothing" or rank.index == failing
                 learnt = caught(cache.check_step)
@@ -400,7 +401,7 @@ def swap_without_memory(rank: Any) -> Any:
             swapped = cache.swap_out(0)
         with cache.together():
             out.append(cache.swap_in(swapped))
-        # every rank raises the same error, so nothing is poisoned
+        # every rank raises the same error, so none is poisoned
         out.append(caught(cache.swap_in, swapped))
         cache.check_step()
     return out

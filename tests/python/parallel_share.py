@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """A plain model of one rank's cache: the pages that requests own, and the contents of their rows.
 
-One seed, the same on every rank, decides the calls; each rank's own seed decides how long its work
-takes. The model numbers the pages, and so knows whether memory sufficed for a call.
+One seed, the same on every rank, determines the calls; each rank's own seed determines how long its
+work takes. The model numbers the pages, so it knows whether memory suffices for a call.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class RankModel:
         return -(-rows // self.rows)
 
     def left(self) -> int:
-        """Returns the pages per tensor that no request owns."""
+        """Returns the number of pages per tensor that no request owns."""
         owned = {page for one in self.requests.values() for page in one.pages}
         return self.budget // self.cache.layout.num_tensors - len(owned)
 
@@ -128,7 +128,7 @@ class RankModel:
         write_rows(self.cache, reqid, low, one.tags[low:])
 
     def grow(self, more: dict[int, list[int]]) -> None:
-        """Calls `step`, sometimes after `step_async` with other calls between the two."""
+        """Calls `step`, sometimes after `step_async` with other calls in between."""
         longest = self.cache.config.max_seq_len
         want = self.lens()
         for reqid, ids in more.items():

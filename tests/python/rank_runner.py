@@ -17,7 +17,7 @@ WORKER = Path(__file__).with_name("parallel_ranks.py")
 def run_ranks(
     backend: str, folder: Path, size: int = 2, *calls: int, seconds: float = 240
 ) -> dict[str, Any]:
-    """Runs all scenarios, or random calls if `calls` gives their number (and a seed).
+    """Runs all scenarios, or random calls if `calls` is passed: their number and optionally a seed.
 
     Returns:
         The results, which must be the same on all ranks.

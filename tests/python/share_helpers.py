@@ -30,7 +30,7 @@ __all__ = [
 
 
 def row_bytes(cache: KVCache, tensor: int, tag: int) -> bytes:
-    """Returns the bytes of a row with this tag in a tensor; its first bytes are unique."""
+    """Returns the bytes of a row with this tag in a tensor; its first four bytes are unique."""
     pattern = (tag * 64 + tensor + 1).to_bytes(4, "little")
     size = cache.layout.row_bytes
     return (pattern * (size // 4 + 1))[:size]
@@ -119,7 +119,7 @@ class ShareModel:
         self.more = 20  # upper bound on a prompt's new tokens
 
     def tag(self, tokens: list[int]) -> int:
-        """Returns the content of the last token's row, which is the same in every request."""
+        """Returns the tag of the last token's row, which is the same in every request."""
         return self.known.setdefault(tuple(tokens), len(self.known) + 1)
 
     def named(self, tokens: list[int]) -> tuple[list[int], Any]:
@@ -338,7 +338,7 @@ class ShareModel:
         self.cache.trim(prefixes=self.random.random() < 0.3)
 
     def run(self, steps: int) -> None:
-        """Makes `steps` random calls, with checks now and then and at the end."""
+        """Makes `steps` random calls, with periodic checks and one at the end."""
         for count in range(steps):
             self.any_step()
             if count % 8 == 0:

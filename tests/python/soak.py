@@ -2,15 +2,15 @@
 # SPDX-License-Identifier: MIT
 """Runs random engines over one context for a long time, against models that know every row.
 
-    python tests/python/soak.py --seconds 600 --backend stock --seed 7 python tests/python/soak.py
-    --steps 1000000 --log soak.log      # resumes from the log
+    python tests/python/soak.py --seconds 600 --backend stock --seed 7
+    python tests/python/soak.py --steps 1000000 --log soak.log      # resumes from the log
 
 A run consists of rounds. Each has a context and one to three caches: a single cache, several that
 share a budget, or one of unequal layers, some with a window; each is driven by a model
 (share_helpers.py, test_kvcache_mixed_model.py). GPU work of freed requests is an FdEvent that a
 thread signals late. In a quiet phase, one cache is left alone while the others run more batches
-than a context remembers. With ``--interrupts`` calls are interrupted at random points
-(interrupts_helpers.py) and the model then reads the cache's state to learn what the calls did.
+than a context remembers. With ``--interrupts``, calls are interrupted at random points
+(interrupts_helpers.py), and the model then reads the cache's state to learn what the calls did.
 
 The last line sums up the run; after an error, the run stops and prints the state of the caches and
 the seed and step that reproduce it.
@@ -365,7 +365,7 @@ class SoakLayers(Endless, LayeredModel):
 
 
 class SoakWindows(Endless, WindowModel):
-    """The model of a run with sliding and full layers. Prompts often continue finished requests."""
+    """The model for sliding and full layers together. Prompts often continue finished requests."""
 
     def free(self, reqid: int, record: bool) -> None:
         if record:
@@ -584,7 +584,7 @@ def main() -> int:
 
 
 def _run(options: argparse.Namespace, seed: int, steps: int, seconds: float = 0.0) -> Soak:
-    """Makes one run, which its seed reproduces; prints the result."""
+    """Executes one run, which its seed reproduces; prints the result."""
     print(f"soak: {options.backend}, seed {seed}", flush=True)
     soak = Soak(options.backend, seed, interrupts=options.interrupts)
     begun = time.monotonic()
@@ -598,7 +598,7 @@ def _run(options: argparse.Namespace, seed: int, steps: int, seconds: float = 0.
 
 
 def _in_parts(options: argparse.Namespace) -> int:
-    """Makes runs of `part` steps, each with its own seed, until the log has `steps` of them."""
+    """Executes runs of `part` steps, each with its own seed, until the log has `steps` of them."""
     lines = options.log.read_text().splitlines() if options.log.exists() else []
     found = [one for line in lines if (one := re.search(r"seed (\d+): (\d+) steps", line))]
     done = sum(int(one[2]) for one in found)

@@ -148,7 +148,7 @@ def test_an_advanced_batch_gets_a_new_mask(host: pyvmem.Context) -> None:
 def test_a_chunk_too_large_for_torchs_decoding_kernel(
     host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch, rows: int, sharing: int, forced: bool
 ) -> None:
-    """Runs a GPU's code path uncompiled; checks the options that select a kernel that torch has."""
+    """Runs the GPU code path uncompiled; checks the options that select a kernel torch provides."""
     from torch.nn.attention.flex_attention import flex_attention
 
     given = []
@@ -202,7 +202,7 @@ def test_the_chosen_kernel_is_logged_once_and_readable(
 def test_a_kernel_that_reads_tiles_needs_rows_past_the_length(
     host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks only the rule that rejects the kernel, which needs no GPU."""
+    """Checks only the rule that rejects the kernel; this needs no GPU."""
     one = KERNELS["fa3"]
     monkeypatch.setitem(KERNELS, "fa3", kernels._Kernel(lambda c, d: "", one.run, one.reads))
     cpu = torch.device("cpu")
@@ -472,8 +472,8 @@ def test_rows_without_memory_are_not_read(host: pyvmem.Context, pretend: None) -
 
 
 def test_reads_stop_at_the_end_of_a_slot(host: pyvmem.Context, pretend: None) -> None:
-    """No kernel reads past the tensor's last row, so the longest request needs no rows for a
-    tile.
+    """Kernels never read past the tensor's last row, so the longest request needs no extra rows for
+    a tile.
     """
     case = Case("full", (0,), (1,), (512,))
     with filled(host, case, overread_rows=191, overread_decode=True) as cache:

@@ -201,7 +201,7 @@ def test_rows_that_left_the_window_are_not_read(host: pyvmem.Context) -> None:
 def test_a_tile_before_the_window_needs_its_rows(
     host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks only the rule that rejects the kernel, which needs no GPU."""
+    """Checks only the rule that rejects the kernel; this needs no GPU."""
     one = KERNELS["fa2"]
     free = kernels._Kernel(lambda form, device: "", KERNELS["sdpa"].run, one.reads)
     monkeypatch.setitem(KERNELS, "fa2", free)
@@ -284,8 +284,8 @@ def test_no_cpu_kernel_reads_8_bits(host: pyvmem.Context) -> None:
 def test_8_bit_rows_are_written_by_their_scales(
     host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks the kernel's inputs: rows quantized by the layer's scales, queries by their own, and
-    the descales.
+    """Checks the kernel's inputs: rows quantized with the layer's scales, queries with their own,
+    and the descales.
     """
     got: dict[str, Any] = {}
 

@@ -27,8 +27,8 @@ def refused(
 ) -> Iterator[pytest.ExceptionInfo[pyvmem.VMemError]]:
     """Checks that the block raises exactly `error` and leaves the context as before.
 
-    `calls`: the call may reach the driver or the pool; then counters and high-water marks may
-    change, but all other state must be as before.
+    If `calls` is true, the call may reach the driver or the pool, so counters and high-water marks
+    may change, but all other state must be as before.
     """
 
     def state() -> dict[str, int]:

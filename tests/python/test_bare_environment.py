@@ -39,7 +39,7 @@ FEWER = [
 ]
 MAIN = "import sys; from pyvmem.commands.cli import main; sys.exit(main(sys.argv[1:]))"
 
-# per command: arguments, exit status, and part of the only line on standard error
+# per command: arguments, exit status, and part of the only line on stderr
 CALLS: dict[str, list[tuple[str, int, str]]] = {
     "probe": [("", 0, ""), ("--report", 0, ""), ("--json", 0, "")],
     "features": [("", 0, "")],
@@ -198,7 +198,7 @@ def test_the_demo(place: str, folder: Path, model: Path) -> None:
 
 
 def _check(command: str, place: str, folder: Path, more: str = "") -> None:
-    """Runs a command's calls, with `more` arguments, and checks their results."""
+    """Runs a command's calls with the extra arguments `more`, and checks their results."""
     for words, status, said in CALLS[command]:
         line = f"{words} {more}".split()
         done = _run(folder, place, ["-c", MAIN, command, *line])

@@ -72,8 +72,8 @@ def test_the_models_size_matches_its_public_configuration() -> None:
 
 @pytest.mark.needs_tensors
 def test_decoding_agrees_with_one_prefill(backend: str) -> None:
-    """Computes the last token's logits by decoding through the cache and by one prefill; both must
-    agree.
+    """Computes the last token's logits by decoding through the cache and with a single prefill; the
+    two must agree.
     """
     from pyvmem.attention import Attention
     from vmem_bench.decoder import TINY, Decoder
@@ -627,7 +627,9 @@ def test_flashinfer_gets_the_right_shapes() -> None:
 
 
 def test_flashinfer_makes_a_call_per_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts whose rows have any stride need a call per slot; decoding uses the paged call."""
+    """Prompts whose rows have an arbitrary stride need one call per slot; decoding uses the paged
+    call.
+    """
     flashinfer = object.__new__(FlashInfer)
     flashinfer._device = torch.device("cpu")
     flashinfer._why = {"fa2": "", "fa3": "", "single": "no compiler"}
@@ -658,7 +660,7 @@ def test_flashinfer_makes_a_call_per_slot(monkeypatch: pytest.MonkeyPatch) -> No
 def test_flashinfer_uses_its_ragged_call_for_one_long_prompt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One plan serves all layers, other lengths need a new plan, and two prompts take two calls."""
+    """One plan serves all layers; other lengths need a new plan."""
     monkeypatch.setattr(infer, "_LONG", 32)
     monkeypatch.setattr(infer, "_wrapper", functools.cache(infer._wrapper.__wrapped__))
     case = replace(TINY_CASES[3], batch=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Checks that the page which compares the papers' numbers with ours matches the kept results."""
+"""Checks the page that compares published numbers with ours against the kept results."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_without_results_every_measured_row_says_so(tmp_path: Path) -> None:
 
 
 def test_rows_are_complete() -> None:
-    """Each row has a known source, and each row with a result of ours has an existing command."""
+    """Each row has a known source, and each row with a result of our own has a valid command."""
     parser = argparse.ArgumentParser()
     cli.add_parser(parser.add_subparsers())
     for row in ROWS:
@@ -217,7 +217,7 @@ def test_rows_are_complete() -> None:
 
 
 def test_blocks_and_waste_match_the_paper() -> None:
-    """Checks vAttention's table of blocks: tokens per block, and the most that a request wastes."""
+    """Checks vAttention's published numbers: tokens per block and the maximum waste per request."""
     tokens = [block_tokens(m, r, 64 * K) for m in ("Yi-6B", "Llama-3-8B", "Yi-34B") for r in (1, 2)]
     assert tokens == [64, 128, 32, 64, 32, 64]
     pages = (64 * K, 128 * K, 256 * K, 2 * M)
@@ -231,8 +231,8 @@ def test_room_for_tokens_matches_the_paper() -> None:
 
 
 def test_decoding_rate_counts_all_keys_and_values() -> None:
-    """The case has 32 requests of 16K tokens, and 8 heads of 128 elements of two bytes: 2 GiB of
-    keys and values.
+    """The case has 32 requests of 16K tokens, and 8 heads of 128 two-byte elements: 2 GiB of keys
+    and values.
     """
     results = Results(KEPT)
     names = [f"fa3/decode_b32_16k/contiguous/random{i}" for i in (0, 1)]

@@ -120,7 +120,7 @@ def run(
 def answers(found: dict[tuple[int, int], Any], requests: Sequence[Request]) -> set[Any]:
     """Returns the results that come after a whole prompt.
 
-    The others depend on where a prompt was split, and so on when it got memory.
+    The others depend on where a prompt was split, and therefore on when it got memory.
     """
     return {(number, rows) for number, rows in found if rows >= requests[number].context}
 
@@ -287,7 +287,7 @@ def test_kernels_get_sufficient_tensors(
 
 
 class LikeFlashInfer:
-    """Mimics FlashInfer's paged wrapper and its single-request call, which see nothing but their
+    """Mimics FlashInfer's paged wrapper and its single-request call, which see only their
     arguments.
     """
 
@@ -353,8 +353,8 @@ def test_prompts_by_flashinfer(model: Decoder, kind: str, monkeypatch: pytest.Mo
 
 
 def test_look_ahead_passed_to_a_store(model: Decoder) -> None:
-    """A decoding request asks the store for multiples of half the look-ahead, and is always more
-    than half of it ahead.
+    """Decoding requests ask the store for lengths that are multiples of half the look-ahead and
+    more than half a look-ahead beyond their rows.
     """
     told: list[tuple[int, int]] = []
     ended: list[tuple[int, int]] = []
@@ -394,7 +394,7 @@ def test_a_wrong_block_table_is_seen(model: Decoder) -> None:
 
 
 class Later(Paged):
-    """A store whose memory is ready one step after it is requested; records what is requested."""
+    """A store whose memory is ready one step after it is requested; records the requests."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -799,7 +799,7 @@ def result(path: Path, arms: dict[str, list[float]], waited: float = 1.0, **chan
     """Writes a run with each arm's tokens/s by round; a negative number marks a round that ran out
     of time.
 
-    In each round, requests waited for memory for `waited` seconds, while 3 were in a step.
+    In each round, requests waited for memory for `waited` seconds, with 3 requests in each step.
     """
     options = {"backend": "stock", "quick": False, "workload": "azure", "limit": 20 << 30}
     options |= {"arms": list(arms), "deadline": float(len(arms)), **changed}
@@ -960,7 +960,7 @@ def test_a_rank_with_another_answer_is_detected() -> None:
 
 
 def test_look_ahead_is_sent_to_other_ranks_immediately() -> None:
-    """A store that maps nothing ahead sends no message."""
+    """A store that does not map ahead sends no look-ahead."""
     told: list[ranks.Step] = []
     group: Any = SimpleNamespace(tell=told.append)
     for store, steps in (

@@ -74,7 +74,7 @@ def test_rows_and_table() -> None:
 
 
 def test_the_results_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kept run appears on the page of SGLang's results, with its description and table."""
+    """A kept run appears on the SGLang results page, with its description and table."""
     found = Found(3 << 30)
     for arm in ("static", "elastic"):
         found.heard[arm].append({name: heard([0.1, 0.3], 5, 1.0) for name in ENGINES})

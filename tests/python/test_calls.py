@@ -327,7 +327,7 @@ def shared(context: Context, pages: int, layers: int) -> dict[str, int]:
         first = cache.alloc_reqid() or 0
         lens[first] = pages * ROWS - 3
         assert cache.step(lens) == 0
-        # Queries the back end's capabilities, as an engine does that has run for a while.
+        # Queries the back end's capabilities, as a long-running engine has already done.
         cache.free_reqid(cache.fork(first, ROWS) or 0)
         cache.trim()
         forked = calls_of(lambda: cache.fork(first))
@@ -359,15 +359,15 @@ def test_sharing_costs_the_same_for_any_length(context: Context) -> None:
 
 
 def freed(context: Context, pages: int, layers: int) -> dict[str, int]:
-    """Counts the functions run by frees that record `pages` pages: of a prompt, of its next turn,
-    and of the same turn again.
+    """Counts the functions run when a free records `pages` pages: for a prompt, for its next turn,
+    and for that turn repeated.
 
     No batch is in flight, so the worker's pace does not matter.
     """
     found = {}
     with cache_of(context, pages=pages + 4, slots=8, layers=layers) as cache:
         prompt = list(range(pages * ROWS + 3))
-        turns = {  # the first turn warms up the cache, as in an engine that has run for a while
+        turns = {  # the first turn warms up the cache, as in a long-running engine
             "settled": list(range(1_000_000, 1_000_000 + 2 * ROWS)),
             "prompt": prompt,
             "next turn": prompt + list(range(2 * ROWS)),
@@ -481,7 +481,7 @@ def test_sharing_after_gpu_work(name: str, gpu: Any, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("slots", [8, 1024])
 def test_allocating_and_freeing_a_slot(context: Context, slots: int) -> None:
     with cache_of(context, pages=4, slots=slots, layers=1) as cache:
-        for _ in range(3):  # reach the state of an engine that has run for a while
+        for _ in range(3):  # reaches the state of a long-running engine
             cache.free_reqid(cache.alloc_reqid(ROWS) or 0)
         taken = calls_of(lambda: cache.alloc_reqid(ROWS))
         assert taken.count <= 40, taken

@@ -21,7 +21,7 @@ from pyvmem.bench.cli import OTHERS
 from pyvmem.commands import cli, top
 from pyvmem.plumbing import paths
 
-# For each command, arguments with which it prints something and exits by itself.
+# For each command, arguments that make it print something and exit on its own.
 CALLS = {
     "probe": ["probe", "--json"],
     "features": ["features"],

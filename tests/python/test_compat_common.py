@@ -30,7 +30,7 @@ def cache() -> KVCache:
 
 
 def common(page: int, blocks: int, **how: Any) -> list[torch.Tensor]:
-    """Maps two common pages, the second for one row; memory is for `blocks` KV blocks."""
+    """Maps two common pages, the second for a single row, with memory for `blocks` KV blocks."""
     tensors = init(page, **how)
     layers = 2 * LAYERS
     assert vattention.reserve_physical_pages(blocks * layers * page) == blocks * layers

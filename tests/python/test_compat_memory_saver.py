@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Torch_memory_saver's interface over VMemPool, as far as it can be tested without a
-GPU.
+"""The torch_memory_saver interface over VMemPool, as far as it can be tested without a GPU.
 
 torch's CPU allocator cannot be replaced: when a test allocates in a region, `VMemPool.use` skips
 torch, and the C function that torch would call allocates the block.
@@ -49,7 +48,7 @@ def saver(host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tor
 
 
 def allocate(saver: TorchMemorySaver, tag: str, backup: bool) -> torch.Tensor:
-    """Allocates a tensor of 1,024 numbers in a region."""
+    """Allocates a tensor of 1,024 elements in a region."""
     with saver.region(tag, enable_cpu_backup=backup):
         address = Torch(0).malloc(PAGE)
     assert address is not None

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.needs_tensors
 LAYERS, HEADS, DIM, BATCH = 3, 2, 64, 4
 DTYPE = torch.float16
 ROW = HEADS * DIM * 2
-PAGES = 6  # pages per tensor of a full-length request
+PAGES = 6  # pages per tensor for a full-length request
 
 
 @pytest.fixture

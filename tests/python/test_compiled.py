@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""With torch.compile, every integration gives the answers of the uncompiled model.
+"""With torch.compile, every integration produces the uncompiled model's outputs.
 
 Compiled code that copies a tensor with holes crashes the process, so each group of cases runs in
 its own process (`compiled_cases.py`).

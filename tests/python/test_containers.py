@@ -18,7 +18,7 @@ VARIABLES = {
 
 
 def stages() -> dict[str, str]:
-    """Returns the text of each stage of the Dockerfile by its name."""
+    """Returns the text of each Dockerfile stage, by name."""
     text = (FOLDER / "Dockerfile").read_text()
     parts = re.split(r"^FROM \S+ AS (\w+)$", text, flags=re.M)[1:]
     return dict(zip(parts[::2], parts[1::2], strict=True))

@@ -210,7 +210,7 @@ def test_map_write_alias_release(
     rsv.map(0, pages)
     assert rsv.read(0, 2 * page) == bytes(2 * page)
     rsv.write(page - 2, b"abcd")
-    rsv.map(8 * page, pages, page, page)  # maps the second page again
+    rsv.map(8 * page, pages, page, page)  # maps the second page a second time
     assert rsv.read(8 * page, 2) == b"cd"
     rsv.write(8 * page, b"x")
     assert rsv.read(page - 2, 4) == b"abxd"

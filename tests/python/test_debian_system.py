@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Creation of the Debian systems in which packages are tested."""
+"""Checks how the Debian systems for package tests are created."""
 
 from __future__ import annotations
 

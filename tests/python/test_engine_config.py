@@ -97,7 +97,7 @@ def test_a_policy_keeps_plain_numbers() -> None:
 
 
 def test_the_layout_is_the_one_advised(host: Context) -> None:
-    """Checks the layout at the sizes of a real model."""
+    """Checks the layout for the dimensions of a real model."""
     model, policy = Model.of(config()), Policy(max_seq_len=2048)
     requests = [one for one in generate(200, 1) if one.longest <= 2048]
     shape = ModelShape("x", 32, 8, 128)

@@ -347,7 +347,7 @@ def test_a_failed_admission_takes_no_slot(host: Context, monkeypatch: pytest.Mon
 def test_admission_rolls_back_if_memory_vanishes(
     host: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If memory vanishes between check and allocation, the lease is restored."""
+    """If memory vanishes between the check and the allocation, the lease is restored."""
     with requests(host) as cache:
         cache.release(computed(cache, PROMPT), tokens=PROMPT)
         eventually(lambda: not any(slot.in_flight for slot in kv(cache).snapshot()))
@@ -535,7 +535,7 @@ def test_a_name_that_cannot_be_hashed(host: Context) -> None:
 
 @pytest.mark.parametrize("recorded", [False, True])
 def test_every_stream_is_checked(host: Context, recorded: bool) -> None:
-    """Checks streams even if no prefix is read, and on `host` too."""
+    """Checks that streams are validated even if no prefix is read, and even on `host`."""
     with requests(host) as cache:
         if recorded:
             cache.release(computed(cache, PROMPT), tokens=PROMPT)
@@ -645,7 +645,7 @@ def test_every_call_returns_a_shortage(host: Context) -> None:
 
 
 def test_hits_are_counted_at_admission(host: Context) -> None:
-    """A request that is refused repeatedly counts no prefix tokens as hits."""
+    """A repeatedly refused request does not count prefix tokens as hits."""
     with requests(host, memory_limit=memory(5, host)) as cache:
         first = computed(cache, PROMPT)
         cache.record(first, PROMPT)

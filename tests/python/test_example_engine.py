@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Examples/engine.py generates the same tokens as transformers' `generate`."""
+"""The example engine generates the same tokens as transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def test_a_prompt_longer_than_a_slot_is_rejected() -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("default")  # transformers' own warnings
 def test_a_real_model_matches_generate() -> None:
-    """Uses the model of `make run` and the example's cache; tokens may differ where the logits tie,
-    as in `vmem serve-demo`.
+    """Uses the model that `make run` uses and the example's cache; tokens may differ where logits
+    tie, as in `vmem serve-demo`.
     """
     pytest.importorskip("gguf", reason="the package gguf is not installed")
     try:

@@ -13,8 +13,8 @@ from extra_environment import CANNOT, make
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Creates a tree whose pip records its arguments, and exits with the status that the file
-    `status` holds.
+    """Creates a tree whose pip records its arguments and exits with the status stored in the file
+    `status`.
     """
     pip = tmp_path / "base" / "bin" / "python"
     pip.parent.mkdir(parents=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Continuous batching on slots produces the tokens of transformers' own paged path."""
+"""Continuous batching on slots produces the same tokens as transformers' own paged path."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def model() -> Any:
 
 @pytest.fixture(autouse=True)
 def nothing_stays(context: pyvmem.Context) -> Iterator[None]:
-    """Checks after every test that transformers is unpatched, and that no page is left."""
+    """Checks after every test that transformers is unpatched, and that no pages are left."""
     from transformers.generation.continuous_batching import continuous_api as api
 
     before = api.PagedAttentionCache, api.ContinuousBatchingManager
@@ -184,7 +184,7 @@ def test_requests_that_all_need_a_page_are_preempted(
 
 
 def test_answers_of_a_prompt_of_one_token(model: Any, context: pyvmem.Context) -> None:
-    """A one-token prompt leaves nothing to compute before the fork; alone in a batch, it must still
+    """A one-token prompt leaves nothing to compute before the fork; even alone in a batch, it must
     be answered.
     """
     model, inputs = on(context, model), [[5], [7, 8], [9]]
@@ -429,7 +429,7 @@ def test_a_request_larger_than_a_slot_is_rejected(model: Any, context: pyvmem.Co
 
 
 def test_only_the_request_that_exceeds_memory_fails(model: Any, context: pyvmem.Context) -> None:
-    rows = 4 * context.info.granule // 192  # how many fit into all memory
+    rows = 4 * context.info.granule // 192  # how many rows fit into memory
     if rows > 400:
         pytest.skip("pages hold more tokens than the model's longest sequence")
     model, limit = on(context, model), 4 * 4 * context.info.granule

@@ -128,9 +128,7 @@ def gone(requests: NamedRequests, name: str) -> int:
 
 
 def stems(tails: list[list[int]]) -> list[list[int]]:
-    """Returns prompts with a common start, like a system prompt, that is longer than a chunk and a
-    window.
-    """
+    """Returns prompts with a common prefix (a system prompt) that exceeds a chunk and a window."""
     common = prompts(1, 200)[0] * 4
     return [common[:150] + one for one in tails]
 
@@ -274,8 +272,8 @@ def test_layers_that_transformers_scheduler_cannot_cache_are_rejected(kind: str)
 def test_unequal_layers_are_rejected_by_the_old_adapter(
     host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The adapter for 5.17 rejects such models, either when it is installed for a single model, or
-    else at first use.
+    """The adapter for 5.17 rejects these models when installed for a single model, and otherwise at
+    first use.
     """
     monkeypatch.setattr(continuous, "_adapter", lambda: cb_5_17.SlotCache)
     model, same = model_of("gemma3"), model_of("mistral")

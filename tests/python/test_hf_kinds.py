@@ -65,7 +65,7 @@ def test_generate_matches_dynamic_cache_for_every_kind(host: pyvmem.Context, kin
 
 
 def holds(layer: Any) -> bool:
-    """Returns true if a layer of transformers' own cache keeps anything after a pass."""
+    """Returns true if a layer of transformers' own cache still holds anything after a pass."""
     return any(
         one is not None
         for one in (getattr(layer, "keys", None), *getattr(layer, "conv_states", {}).values())

@@ -85,7 +85,7 @@ def test_a_missing_package_prints_a_message(
 
 
 def test_ctrl_c_prints_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C arrives before the first request, and the server shuts down in an orderly way."""
+    """Ctrl-C arrives before the first request, and the server shuts down cleanly."""
     click = pytest.importorskip("click")
     cli = pytest.importorskip("transformers.cli.transformers", reason="extra 'server'")
 
@@ -149,15 +149,13 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def client(self) -> Any:
-        """Returns an OpenAI client as programs create it, but without retries; the caller closes
-        it.
-        """
+        """Returns an ordinary OpenAI client, but without retries; the caller closes it."""
         import openai
 
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
 
     def words(self, prompt: str) -> list[str]:
-        """Returns the `NEW` words with which `generate` answers a prompt."""
+        """Returns the `NEW` words that `generate` produces for a prompt."""
         ids = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
         with torch.no_grad():
             new = self.model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :]
@@ -258,7 +256,7 @@ def test_four_concurrent_clients_match_generate(
 @drives_the_server
 def test_a_client_that_disconnects_frees_its_slot(server: Server) -> None:
     prompt = " ".join(WORDS[3:9])
-    for _ in range(4):  # more often than there are slots
+    for _ in range(4):  # more times than there are slots
         with server.client() as client, ask(server, client, prompt, 200, stream=True) as chunks:
             next(iter(chunks))
     assert chat(server, prompt).split() == server.words(prompt)

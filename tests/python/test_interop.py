@@ -177,7 +177,7 @@ def test_a_buffer_whose_free_was_interrupted_is_freed_later(
 
 
 class Event:
-    """Mimics what after_items reads of cuda.core's Event: its module's name and its handle."""
+    """Mimics the parts of cuda.core's Event that after_items reads: its module name and handle."""
 
     def __init__(self, handle: int) -> None:
         self.handle = handle
@@ -187,8 +187,8 @@ Event.__module__ = "cuda.core._event"
 
 
 class TorchEvent:
-    """Mimics what after_items reads of torch.cuda.Event: `cuda_event`, which is 0 before the event
-    is recorded.
+    """Mimics the part of torch.cuda.Event that after_items reads: `cuda_event`, which is 0 before
+    the event is recorded.
     """
 
     def __init__(self, handle: int) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Asynchronous exceptions, at every point, lose no context, pool, saver or manager.
+"""Asynchronous exceptions at any point do not lose a context, pool, saver or manager.
 
-Like test_interrupts.py, but for calls that use no cache, or that open or close one. Each case does
-its setup and yields a call, which is interrupted at one or two points. Afterwards the caller's
+Like test_interrupts.py, but for calls that do not use a cache, or that open or close one. Each case
+does its setup and yields a call, which is interrupted at one or two points. Afterwards the caller's
 objects can be closed, all others are already closed, contents are intact, and the call can be
 repeated. ``--points`` works as in that test.
 """
