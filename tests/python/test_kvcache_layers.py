@@ -565,7 +565,7 @@ def test_a_request_continues_after_one_group_lost_its_rows(context: Context) -> 
 
 
 def test_a_slot_retired_in_one_group_is_used_in_none(context: Context) -> None:
-    """Each group has retired one slot, but not the same slot; neither slot is used."""
+    """Each group has retired a different slot; neither slot is used."""
     with narrow_and_wide(context) as cache:
         with cache._lock, cache._journal:
             for index, group in enumerate(cache._groups):

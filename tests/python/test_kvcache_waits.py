@@ -449,7 +449,7 @@ def test_a_step_ahead_evicts_an_unused_prefix_and_grows(context: Context, work: 
 
 
 def test_a_step_ahead_waits_for_neither_slots_nor_prefixes(context: Context, work: FdEvent) -> None:
-    """Pages of free slots are reclaimed first; only what is still missing is evicted."""
+    """Pages of free slots are reclaimed first; prefixes are evicted only for the remaining need."""
     limit = 8 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit, max_seq_len=8 * ROWS) as cache:
         one, two, other = started(cache, 3 * ROWS), started(cache, 2 * ROWS), started(cache, ROWS)

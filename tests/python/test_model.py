@@ -30,7 +30,7 @@ import pyvmem
 SIZES = [24, 16]  # sizes of the reservations, in granules
 SLAB = 16
 LIMIT = 6 * SLAB
-BEYOND = 128  # how many granules past its reservation's end an operation may reach
+BEYOND = 128  # granules that an operation may extend past the end of its reservation
 
 index = st.integers(0, 63)
 small = st.integers(1, 4)
@@ -292,7 +292,7 @@ class Machine(RuleBasedStateMachine):
             self.ctx.batch(full)
 
     def copy_ops(self, target: pyvmem.OpBatch, raw: list[dict[str, Any]]) -> None:
-        """Appends the operations that `raw` describes to another batch, one by one."""
+        """Appends the operations that `raw` describes to another batch, one at a time."""
         for r in raw:
             ops, _ = self.real_ops([r])
             op = ops[0]

@@ -238,7 +238,7 @@ PROMPT = list(range(40))
 
 
 def with_spare_pages(cache: ParallelKVCache) -> None:
-    """Starts a growth of request 0 by one page; six pages are already mapped in its slot."""
+    """Starts to grow request 0 by one page; six pages are already mapped in its slot."""
     assert cache.alloc_reqid() == 0
     assert cache.step([48, 0, 0, 0]) == 0
     cache.free_reqid(0)

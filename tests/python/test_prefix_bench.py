@@ -86,7 +86,7 @@ def test_budgets_are_kept(units: int) -> None:
 
 
 def test_blocks_agree_with_a_plain_queue() -> None:
-    """The next block to evict is the last block of the least recently used request."""
+    """The next block to evict is the least recently used request's last block."""
     rng = random.Random(4)
     cache = Blocks(512, TOKEN, 30 * 512 * TOKEN)
     queue: list[int] = []
