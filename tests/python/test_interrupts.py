@@ -201,7 +201,7 @@ def step_slides_moved_pages(engine: Engine) -> Steps:
 
 
 def step_without_some(engine: Engine) -> Steps:
-    """Requests that the step does not name keep their rows."""
+    """Requests that the step does not include keep their rows."""
     cache = engine.cache()
     engine.start(cache, 2 * ROWS)
     more = {engine.start(cache, 3): 3 * ROWS}
@@ -618,7 +618,7 @@ def _from_host(engine: Engine, found: Recorded, *, trims: bool = True) -> Steps:
 
 
 def alloc_prefix_with_the_rest_from_host(engine: Engine) -> Steps:
-    """Reloads a prefix with a call that also moves another prefix to host memory."""
+    """Reloads a prefix in a call that also moves another prefix to host memory."""
     cache, tokens, tags = _to_host(engine, pages=5)
     cache.trim(prefixes="host")
     _begins(engine, cache, tokens[:ROWS], tags[:ROWS])

@@ -190,7 +190,7 @@ def test_an_idle_cache_of_prefixes_is_compacted(backend: str) -> None:
 
 
 def test_pages_of_running_requests_are_not_moved(backend: str) -> None:
-    """The last step named the live requests, so their work may still be queued on the GPU."""
+    """The last step included the live requests, so their work may still be queued on the GPU."""
     with fragmented(backend, idle_seconds=AN_HOUR) as (cache, _):
         lens = [slot.seq_len for slot in cache.snapshot()]
         assert cache.step(lens) == 0

@@ -259,7 +259,7 @@ def test_a_short_engine_asks_engines_above_their_floors(folder: Path) -> None:
 
 
 def test_asks_and_gives_are_signalled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All engines but the caller are signaled, except for a repeated or smaller request."""
+    """All other engines are signaled, but not for a repeated or smaller request."""
     a, b = join(folder, "a"), join(folder, "b")
     first = a.signals()
 

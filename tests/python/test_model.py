@@ -275,9 +275,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(raw=operations(), where=index)
     def batch_with_a_bad_entry(self, raw: list[dict[str, Any]], where: int) -> None:
-        """One entry names an address outside every reservation: the whole batch must have no
-        effect.
-        """
+        """The batch must have no effect if one entry names an address outside every reservation."""
         where %= len(raw) + 1
         ops, before = self.real_ops(raw[:where])
         assert len(before) == where

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Checks that the demo's model generates the same tokens through the KV cache as `generate`.
 
-Decoding is greedy in float32; `pyvmem.serve.verify` states the rule. With a GPU, both sides run on
-it.
+Decoding is greedy in float32; `pyvmem.serve.verify` states the rule. If there is a GPU, both sides
+run on it.
 """
 
 from __future__ import annotations

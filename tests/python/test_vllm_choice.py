@@ -99,8 +99,8 @@ def test_a_page_size_that_the_limit_excludes() -> None:
 
 
 def _configs(*backends: str) -> tuple[SimpleNamespace, SimpleNamespace]:
-    """Returns vLLM's configurations of a model with one layer per attention back end; the layer
-    `elsewhere` is not among the layers of this process.
+    """Returns vLLM's configurations for a model with one layer per attention back end; the layer
+    `elsewhere` is not in this process.
     """
 
     def layer(name: str) -> SimpleNamespace:
