@@ -70,7 +70,7 @@ from pyvmem.kvcache.budget import FairLock
 from pyvmem.kvcache.journal import Journal
 
 SAMPLE = 36  # points per scenario in `make test`
-PAIRS = 8  # how many of these points are followed by a second one
+PAIRS = 8  # number of these points that are followed by a second one
 FEW = 4  # points per slow scenario, whose rows take 80 ms per run
 MORE_PAIRS = 100  # used instead of `PAIRS` with ``--points``
 TENSORS = 2 * LAYERS
@@ -1535,7 +1535,7 @@ class Served:
         self.rows.update((request, self.rows[self.one]) for request in made)
 
     def check(self) -> None:
-        """Checks that requests and slots refer to each other and that no row was lost."""
+        """Checks that requests and slots refer to each other and that no rows were lost."""
         infos = parts(self.cache)[0].snapshot()
         for request in self.requests.requests:
             assert request.state in (State.RUNNING, State.SWAPPED), f"{request!r}"

@@ -125,7 +125,7 @@ def device_bytes(backend: str) -> int | None:
         import torch
 
         if not torch.cuda.is_available() or "PYTEST_XDIST_WORKER" in os.environ:
-            return None  # other workers use the device's memory, too
+            return None  # other workers also use the device's memory
         free, total = torch.cuda.mem_get_info()
         return int(total - free)
     # the host back end keeps its memory in shared files

@@ -296,7 +296,7 @@ def test_a_request_that_could_not_be_swapped_in_is_not_swapped_out(context: Cont
 @pytest.mark.parametrize("policy", [{}, {"zero_fill": False}, {"eager_pages": 2, "limit": 24}])
 @pytest.mark.parametrize("seed", range(2))
 def test_random_engine(context: Context, policy: dict[str, Any], seed: int) -> None:
-    """Every row that a kernel may read keeps its contents, whatever calls come in between."""
+    """Every row that a kernel may read keeps its contents, regardless of the calls in between."""
     choose = random.Random(seed)
     options = dict(policy)
     limit = options.pop("limit", 40) * TENSORS * context.info.granule

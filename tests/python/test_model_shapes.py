@@ -25,7 +25,7 @@ from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.layouts import Request, advise, shape_of
 
 pytestmark = [
-    pytest.mark.filterwarnings("default"),  # transformers issues warnings of its own
+    pytest.mark.filterwarnings("default"),  # transformers issues its own warnings
 ]
 
 CONFIGS: Any = transformers.CONFIG_MAPPING

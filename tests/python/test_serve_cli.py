@@ -21,7 +21,7 @@ from pyvmem.serve import cli as demo
 
 __all__ = ["one_thread"]  # a fixture
 
-pytestmark = pytest.mark.filterwarnings("default")  # transformers issues warnings of its own
+pytestmark = pytest.mark.filterwarnings("default")  # transformers issues its own warnings
 
 
 @pytest.fixture(scope="module")

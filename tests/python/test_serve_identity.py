@@ -33,7 +33,7 @@ def folder() -> object:
 @pytest.mark.slow
 @pytest.mark.needs_tensors
 @pytest.mark.timeout(600)
-@pytest.mark.filterwarnings("default")  # transformers issues warnings of its own
+@pytest.mark.filterwarnings("default")  # transformers issues its own warnings
 @pytest.mark.parametrize("count", [12, pytest.param(32, marks=pytest.mark.long)])
 def test_answers_match_generate(backend: str, folder: object, count: int) -> None:
     device = "cpu" if backend == "host" else "cuda:0"

@@ -248,8 +248,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_a_request_is_answered_within_two_checks(
     memory: KVMemory, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One check unmaps pages, and another records the unmap 10 ms later. Without a request, checks
-    run every 100 ms.
+    """One check unmaps pages, and another records the unmap 10 ms later. If there is no request,
+    checks run every 100 ms.
     """
     with beside(memory, tmp_path, idle=600.0) as (pool, other):
         prefixes = pool.take(30) or []
