@@ -3,7 +3,7 @@
 
 A signal handler may raise anywhere (Ctrl-C, a server's timeout). Each scenario below prepares a
 cache and yields a call; the call is interrupted at one point (interrupts_helpers.py defines them),
-or at two, with the second point in the handling of the first. Afterwards the exception must have
+or a second time while the first exception is handled. Afterwards the exception must have
 reached the caller, the records must be consistent and all rows intact, the call can be repeated,
 ordinary work continues, and `close` releases everything.
 
@@ -70,11 +70,11 @@ from pyvmem.kvcache.budget import FairLock
 from pyvmem.kvcache.journal import Journal
 
 SAMPLE = 36  # points per scenario in `make test`
-PAIRS = 8  # how many of these points are followed by a second one
-FEW = 4  # points for slow scenarios: their rows take 80 ms in each run
+PAIRS = 8  # number of these points that are followed by a second one
+FEW = 4  # points per slow scenario, whose rows take 80 ms per run
 MORE_PAIRS = 100  # used instead of `PAIRS` with ``--points``
 TENSORS = 2 * LAYERS
-UNIT = 16  # rows of a layered cache that fill whole pages in all groups
+UNIT = 16  # rows that fill whole pages in every group of a layered cache
 
 
 def _gives(value: Any, function: Callable[..., Any], *args: Any) -> Call:
@@ -133,7 +133,7 @@ def _free_recording(engine: Engine, cache: Any, reqid: int) -> Steps:
 
 
 def _growing(engine: Engine, cache: Any, more: dict[int, int]) -> Steps:
-    """Interrupts a step for which memory suffices; new rows must be zero."""
+    """Interrupts a step that has enough memory; new rows must be zero."""
     want = lens(cache, more)
     yield _gives(0, cache.step, want)
     _grown(engine, cache, want, more)
@@ -201,7 +201,7 @@ def step_slides_moved_pages(engine: Engine) -> Steps:
 
 
 def step_without_some(engine: Engine) -> Steps:
-    """Requests that the step does not name keep their rows."""
+    """Requests that the step does not include keep their rows."""
     cache = engine.cache()
     engine.start(cache, 2 * ROWS)
     more = {engine.start(cache, 3): 3 * ROWS}
@@ -224,7 +224,7 @@ def step_maps_a_surplus(engine: Engine) -> Steps:
 
 
 def step_takes_a_surplus(engine: Engine) -> Steps:
-    """One request needs the surplus pages of another."""
+    """One request needs another's surplus pages."""
     cache, reqid = _surplus(engine)
     other = engine.start(cache, 6 * ROWS)
     engine.grow(cache, reqid, 5 * ROWS)
@@ -282,7 +282,7 @@ def _truncatable(engine: Engine) -> tuple[KVCache, int]:
 
 
 def truncate_short(engine: Engine) -> Steps:
-    """Memory does not suffice for the copy of a shared page."""
+    """There is not enough memory to copy a shared page."""
     cache = engine.cache(pages=4)
     reqid = engine.start(cache, 2 * ROWS)
     cache.record(reqid, list(range(2 * ROWS)))
@@ -390,8 +390,8 @@ Recorded = tuple[Any, list[int], list[int]]
 
 
 def _record_last(engine: Engine, cache: Any, reqid: int, then: Any = None) -> Recorded:
-    """Frees a request, and records its rows; returns the cache, the prefix's tokens, and the
-    contents of its rows.
+    """Frees a request and records its rows; returns the cache, the prefix's tokens and its rows'
+    contents.
     """
     tags = engine.held[cache, reqid]
     tokens = list(range(len(tags)))
@@ -411,7 +411,7 @@ def match(engine: Engine) -> Steps:
 
 
 def match_is_released(engine: Engine) -> Steps:
-    """A match whose last reference is gone protects nothing from eviction."""
+    """A prefix can be evicted once the last reference to its match is gone."""
     cache, tokens, _ = _recorded(engine)
 
     def call() -> None:
@@ -506,7 +506,7 @@ def trim_takes_a_match(engine: Engine) -> Steps:
 
 
 def can_admit_a_match_again(engine: Engine) -> Steps:
-    """`can_admit` renews the lost lease of a match, for the part that a running request keeps."""
+    """`can_admit` renews a match's lost lease for the part that a running request keeps."""
     cache, reqid = _forkable(engine, 2 * ROWS)
     tags, tokens = engine.held[cache, reqid], list(range(2 * ROWS))
     cache.record(reqid, tokens)
@@ -618,7 +618,7 @@ def _from_host(engine: Engine, found: Recorded, *, trims: bool = True) -> Steps:
 
 
 def alloc_prefix_with_the_rest_from_host(engine: Engine) -> Steps:
-    """Reloads a prefix with a call that also moves another prefix to host memory."""
+    """Reloads a prefix in a call that also moves another prefix to host memory."""
     cache, tokens, tags = _to_host(engine, pages=5)
     cache.trim(prefixes="host")
     _begins(engine, cache, tokens[:ROWS], tags[:ROWS])
@@ -659,9 +659,8 @@ def step_evicts_a_window(engine: Engine) -> Steps:
 def _swapped(engine: Engine, call: Callable[[], None]) -> bool:
     """Returns true if the engine has a swapped request, from the interrupted call or a second one.
 
-    Returns false if the result was lost, so that the second call fails. Only an interruption of the
-    last instructions may have this effect: those after the change of the records, and before the
-    caller has the result.
+    Returns false if the result was lost, so that the second call fails. This may only happen if the
+    call is interrupted after it has changed the records and before the caller has the result.
     """
     if not engine.swapped:
         try:
@@ -875,7 +874,7 @@ def _by_pages(engine: Engine, cache: Any, *, scattered: bool, begun: int = 0) ->
     """Starts a request with a full block that grew page by page.
 
     If `scattered` is true, its pages are not adjacent. `begun` is the number of blocks whose
-    promotion is begun.
+    promotion has begun.
     """
     reqid = engine.start(cache, ROWS)
     for rows in range(2 * ROWS, PART + 1, ROWS):
@@ -957,7 +956,7 @@ def _read_common(engine: Engine, cache: KVCache) -> list[int]:
 
 
 def map_common_pages(engine: Engine) -> Steps:
-    """After the interruption, either all slots are taken or none; any taken ones are freed."""
+    """After the interruption, either all slots are taken or none are; taken slots are freed."""
     cache = _common(engine)
 
     call = partial(cache.slots.map_common_pages, ROWS)
@@ -1234,7 +1233,7 @@ def budget_takes_prefixes_to_host(engine: Engine) -> Steps:
 
 
 def _idle_pages(engine: Engine) -> Budget:
-    """Creates a budget of two caches; one has a request, the other idle pages."""
+    """Creates a budget with two caches; one has a request, the other has idle pages."""
     one, other = _two(engine, 6)
     engine.start(one, 3)
     engine.free(other, engine.start(other, 3 * ROWS))
@@ -1275,7 +1274,7 @@ def _layered(engine: Engine, pages: int = 600, shapes: Any = (), **changes: Any)
 
 
 def layered_step_short(engine: Engine) -> Steps:
-    """Memory runs out at the last group, when the first groups have grown."""
+    """Memory runs out at the last group, after the first groups have grown."""
     cache = _layered(engine, pages=110)
     reqid = engine.start(cache, 3)
     engine.free(cache, engine.start(cache, UNIT))
@@ -1396,7 +1395,7 @@ def _layered_moving(engine: Engine, *, wait: bool) -> Steps:
 
 
 def _layered_windows(engine: Engine, rows: int) -> tuple[LayeredCache, int]:
-    """Creates a cache of a sliding and a full layer; some of its request's rows have left the
+    """Creates a cache with a sliding and a full layer; some of its request's rows have left the
     window.
     """
     heads = engine.page // (ROWS * 64 * 4)
@@ -1442,8 +1441,8 @@ def _opening(
         made[-1].close()
 
     yield call
-    # Nothing is left unless the caller did not receive the cache: the exception came after its
-    # creation, which a warning reports, or a second exception interrupted the cleanup.
+    # No reservation is left unless the caller did not receive the cache: the exception came after
+    # its creation, which a warning reports, or a second exception interrupted the cleanup.
     if budget is not None:
         budget.stats()  # resumes an interrupted rollback
     told = made or (engine.place not in NOBODY_TOLD and not engine.place.startswith("after "))
@@ -1536,7 +1535,7 @@ class Served:
         self.rows.update((request, self.rows[self.one]) for request in made)
 
     def check(self) -> None:
-        """Checks that requests and slots refer to each other, and that no row was lost."""
+        """Checks that requests and slots refer to each other and that no rows were lost."""
         infos = parts(self.cache)[0].snapshot()
         for request in self.requests.requests:
             assert request.state in (State.RUNNING, State.SWAPPED), f"{request!r}"
@@ -1746,7 +1745,7 @@ def _forked(engine: Engine, cache: Any, parent: int) -> tuple[Any, int]:
 def _longer(
     engine: Engine, lengths: dict[int, int], make: Any = Engine.cache, **options: Any
 ) -> tuple[Any, dict[int, int]]:
-    """Starts a request for each item of `lengths`, which maps its length to a new length.
+    """Starts a request for each item in `lengths`, which maps initial lengths to new lengths.
 
     Returns:
         The cache, and the new length of each request by reqid.
@@ -1963,8 +1962,8 @@ SCENARIOS |= {
 
 
 def sample(count: int, want: int, rng: random.Random) -> list[int]:
-    """Returns `want` of the numbers 1 to `count`, evenly spaced from a random start; if `want` is
-    0, all of them.
+    """Returns `want` evenly spaced numbers from 1 to `count`, with a random start, or all of them
+    if `want` is 0.
     """
     if not want or want >= count:
         return list(range(1, count + 1))
@@ -2017,7 +2016,7 @@ def measured(make: Scenario, alarm: Any, backend: str) -> int:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_interruptions(name: str, points: int | None) -> None:
-    """Interrupts at one point; then at two, with the second point in the handling of the first."""
+    """Interrupts at one point, then also at a second point while the first exception is handled."""
     make, rng = SCENARIOS[name], random.Random(name)
     singles, pairs_of = getattr(make, "sample", (SAMPLE, PAIRS))
     with alarms() as alarm:

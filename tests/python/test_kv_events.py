@@ -41,7 +41,7 @@ def record(engine: RequestCache, tokens: list[int], namespace: Namespace) -> Non
 
 
 class Router:
-    """A router that knows a cache only from its events; maps block hashes to parent hashes."""
+    """A router that knows a cache only through its events; maps block hashes to parent hashes."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, int | None] = {}

@@ -657,7 +657,7 @@ def _warnings_of(work: Callable[[], object]) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         work()
-        for _ in range(3):  # several rounds, because a caught warning keeps its source alive
+        for _ in range(3):  # several passes, because a caught warning keeps its source alive
             gc.collect()
             texts.extend(str(one.message) for one in caught)
             caught.clear()

@@ -125,7 +125,7 @@ def device_bytes(backend: str) -> int | None:
         import torch
 
         if not torch.cuda.is_available() or "PYTEST_XDIST_WORKER" in os.environ:
-            return None  # other workers use the device's memory, too
+            return None  # other workers also use the device's memory
         free, total = torch.cuda.mem_get_info()
         return int(total - free)
     # the host back end keeps its memory in shared files
@@ -190,7 +190,7 @@ def test_an_idle_cache_of_prefixes_is_compacted(backend: str) -> None:
 
 
 def test_pages_of_running_requests_are_not_moved(backend: str) -> None:
-    """The last step named the live requests, so their work may still be queued on the GPU."""
+    """The last step included the live requests, so their work may still be queued on the GPU."""
     with fragmented(backend, idle_seconds=AN_HOUR) as (cache, _):
         lens = [slot.seq_len for slot in cache.snapshot()]
         assert cache.step(lens) == 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tests the plug-ins' functions: claim a slot, change the limit, reclaim idle pages."""
+"""Tests the functions for plug-ins: claiming slots, changing the limit, reclaiming idle pages."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def lacking(cache: KVCache, reqid: int | None, tokens: int) -> int:
 
 
 def obtainable(cache: KVCache) -> list[int]:
-    """Returns the number of pages that requests can get, and the total number of pages."""
+    """Returns the number of pages available to requests, and the total number of pages."""
     return [size // cache.layout.page_size for size in cache.memory.obtainable()]
 
 

@@ -32,7 +32,7 @@ def driver_calls(context: Context) -> int:
 
 
 class Trace:
-    """A cache, random calls to it, and the counts expected from them."""
+    """A cache, random calls to it, and the expected counts."""
 
     def __init__(self, cache: KVCache, seed: int, interrupts: bool) -> None:
         self.cache, self.dice, self.interrupts = cache, random.Random(seed), interrupts
@@ -90,7 +90,7 @@ class Trace:
             if answered and reqid is not None:
                 self.tokens[reqid] = []
             return
-        asked: Any = self.cache.match(ids) if form else ids  # `match` itself counts nothing
+        asked: Any = self.cache.match(ids) if form else ids  # `match` itself is not counted
         answered, begun = self.call(self.cache.alloc_prefix, asked)
         if form:
             asked.release()
@@ -209,7 +209,7 @@ class Trace:
         told = {name: getattr(stats, name) for name in self.want}
         assert told == self.want
         assert stats.prefix_resumed <= stats.prefix_hits
-        # No page is mapped or unmapped without being counted.
+        # Every mapped or unmapped page is counted.
         mapped = stats.mapped_bytes // cache.layout.page_size
         assert mapped == stats.active_pages + stats.cached_pages
         uncounted = mapped - (stats.grown_pages - stats.reclaimed_pages)

@@ -200,7 +200,7 @@ def test_a_request_grows_within_its_entry(cache: KVCache) -> None:
     lengths = lens(cache, **{f"r{first}": 30 * ROWS, f"r{second}": 28 * ROWS})
     assert cache.step(lengths) == 0
     assert entries(cache, first)[0] == entries(cache, second)[0] == BLOCK
-    lengths[first] = 42 * ROWS  # 10 more: 8 are free, the other's entry has 4 unused
+    lengths[first] = 42 * ROWS  # needs 10 more; 8 are free, and 4 in the other's entry are unused
     assert cache.step(lengths) == 0
     assert entries(cache, first)[:2] == [BLOCK, PAGE]
     assert entries(cache, second)[0] == PAGE
@@ -287,7 +287,7 @@ WINDOW = {"window": 40 * ROWS, "window_tile": 0}
 @pytest.mark.parametrize("cache", [WINDOW], indirect=True)
 def test_a_window_leaves_an_entry_as_a_whole(cache: KVCache) -> None:
     """An entry stays while work may read any of its pages; pages with their own entries are
-    unmapped one by one.
+    unmapped one at a time.
     """
     length = 2 * FULL
     reqid = prefill(cache, length)

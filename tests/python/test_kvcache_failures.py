@@ -298,7 +298,7 @@ def test_a_close_that_waits_can_be_interrupted_and_repeated(backend: str) -> Non
 
 
 def test_a_full_queue_is_not_a_memory_shortage(context: Context) -> None:
-    """If the queue has no room for a batch, the calling thread unmaps memory needed immediately."""
+    """If the queue has no room for a batch, the calling thread unmaps the memory that it needs."""
     limit = 4 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit, max_batch=3) as cache:
         cache.alloc_reqid()

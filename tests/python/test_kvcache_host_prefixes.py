@@ -152,7 +152,7 @@ def test_a_prefix_split_between_device_and_host(context: Context) -> None:
 
 
 def test_a_prompt_that_branches_off_the_prefix(context: Context) -> None:
-    """A request gets only the units that its prompt shares with a prefix of its own namespace."""
+    """A request gets only the units that its prompt shares with a prefix in its own namespace."""
     unit = unit_bytes(context)
     with small_cache(context, host_prefixes=8 * unit) as cache:
         ids = recorded(cache, 3 * ROWS)
@@ -273,7 +273,7 @@ def test_groups_of_layers(backend: str) -> None:
 
 
 def test_an_engine_finds_host_prefixes(context: Context) -> None:
-    """`RequestCache.admit` gives a request the rows of the host prefix."""
+    """`RequestCache.admit` starts a request with the rows of the host prefix."""
     with small_cache(context, host_prefixes=4 * unit_bytes(context)) as cache:
         requests = RequestCache(cache)
         ids = recorded(cache, 2 * ROWS)

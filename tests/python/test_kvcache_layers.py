@@ -271,7 +271,7 @@ def test_its_own_context(backend: str) -> None:
 
 @pytest.mark.parametrize("number", [torch.tensor, np.array, np.int64])
 def test_a_shape_has_plain_numbers(number: Any) -> None:
-    """Equal layers form one group, whatever numeric types their sizes have."""
+    """Equal layers form one group, regardless of the numeric types of their sizes."""
     shapes = [LayerShape(number(2), number(64), window=number(9)), LayerShape(2, 64, 64, 9)]
     assert repr(shapes[0]) == repr(shapes[1])
     assert len(classes_of(shapes)[0]) == 1
@@ -565,7 +565,7 @@ def test_a_request_continues_after_one_group_lost_its_rows(context: Context) -> 
 
 
 def test_a_slot_retired_in_one_group_is_used_in_none(context: Context) -> None:
-    """Each group has retired one slot, but not the same slot; neither slot is used."""
+    """Each group has retired a different slot; neither slot is used."""
     with narrow_and_wide(context) as cache:
         with cache._lock, cache._journal:
             for index, group in enumerate(cache._groups):

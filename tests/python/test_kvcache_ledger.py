@@ -21,7 +21,7 @@ from pyvmem.ledger.accounts import Account, EngineInfo, Ledger
 from pyvmem.ledger.orders import order
 
 PAGE = 4096
-COLUMN = 4  # number of pages: one in each tensor of a cache
+COLUMN = 4  # pages per column: one in each tensor of a cache
 
 
 @pytest.fixture

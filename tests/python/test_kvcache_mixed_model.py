@@ -46,7 +46,7 @@ class MixedModel(ShareModel):
         self._watch(cache)
 
     def _watch(self, cache: KVCache) -> None:
-        """Checks that no batch on the worker splits a 2 MiB entry that maps rows of a request."""
+        """Checks that no batch on the worker splits a 2 MiB entry that maps a request's rows."""
         context, submit = cache.context, cache.context.submit
 
         def watched(ops: OpBatch, *more: Any, **options: Any) -> Any:

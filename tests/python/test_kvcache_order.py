@@ -175,7 +175,7 @@ def test_the_work_of_the_owner_before_last_still_counts(context: Context) -> Non
 def test_a_growth_finished_by_another_call_leaves_no_work_to_a_stream(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other call names no stream, and the next step may name any stream."""
+    """The other call is not given a stream, and the next step may be given any stream."""
     devices = []
     monkeypatch.setattr(growth, "order_after", lambda event, stream, on: devices.append(on))
     with (
@@ -481,7 +481,7 @@ def test_pages_beyond_an_unmap_in_flight_can_be_reclaimed_too(context: Context) 
         assert cache.step(lens(cache)) == 0
         assert cache.snapshot()[0].in_flight
         other = cache.alloc_reqid(6 * ROWS)
-        if other == 0:  # the best fit is the slot that has pages; take another
+        if other == 0:  # the best fit is the slot that has pages; take a different one
             other = cache.alloc_reqid()
             cache.free_reqid(0, work)
         with firing_later(work):

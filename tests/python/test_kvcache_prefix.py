@@ -98,7 +98,7 @@ def test_the_last_tokens_are_left_to_compute(context: Context) -> None:
 
 
 def test_prefixes_branch_in_the_middle(context: Context) -> None:
-    """Two requests share the first two of three pages; each has a third page of its own."""
+    """Two requests share the first two of three pages; each has its own third page."""
     with small_cache(context) as cache:
         other = PROMPT[: 2 * ROWS] + [7] * ROWS
         recorded(cache, PROMPT[: 3 * ROWS], 1.0)
@@ -412,7 +412,7 @@ def test_only_the_part_of_a_prefix_in_use_stays(context: Context) -> None:
 
 
 def test_a_prefix_is_evicted_only_after_all_idle_pages(context: Context) -> None:
-    """Idle pages include those left in a slot some of whose pages are already being unmapped."""
+    """Idle pages include those in a slot whose other pages are already being unmapped."""
     limit = 6 * TENSORS * context.info.granule
     with (
         small_cache(context, memory_limit=limit, low_watermark=0.5) as cache,
@@ -560,7 +560,7 @@ def test_every_driver_call_of_record_and_match_may_fail(context: Context) -> Non
 
 
 def test_short_of_heap_for_a_freed_part(context: Context) -> None:
-    """Pages that cannot be freed for lack of heap still count as shared, and are freed later."""
+    """Pages that cannot be freed for lack of heap memory count as shared until they are freed."""
     with small_cache(context) as cache:
         recorded(cache, PROMPT[: 4 * ROWS])
         eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))

@@ -74,7 +74,7 @@ def test_a_promotion_follows_the_writers_and_is_swapped_after_the_readers(backen
 
 
 def test_a_run_is_joined(backend: str) -> None:
-    """Pages mapped one by one are placed so that a join needs no copy."""
+    """Pages mapped one at a time are placed so that a join needs no copy."""
     with in_slabs(backend) as context, cache_over(context) as cache:
         reqid = start(cache, 2 * PART, by=ROWS)
         assert cache.snapshot()[reqid].large_pages == 0

@@ -132,7 +132,7 @@ def test_another_conversation_does_not_get_the_slot_while_others_are_free(host: 
         slot = turn(cache)
         others = [started(cache, 5) for _ in range(3)]
         assert slot not in others
-        last = started(cache, 9)  # the only slot left: it is emptied first
+        last = started(cache, 9)  # the only slot left, which is emptied first
         assert last == slot
         assert rows_are_zero(cache, slot, 9, 2 * ROWS)
         cache.check_integrity()
@@ -184,8 +184,7 @@ def test_a_kept_prefix_stays_while_memory_suffices(host: Context) -> None:
     with small_cache(host, memory_limit=6 * TENSORS * page, low_watermark=0.9) as cache:
         slot = turn(cache, 3 * ROWS)
         other = started(cache, 2 * ROWS)
-        # free memory is below the watermark, so other free slots' pages are reclaimed, but not
-        # these
+        # free memory is below the watermark, so pages of other free slots are reclaimed
         cache.free_reqid(other)
         settled(cache)
         count, begun = calls(cache, lambda: cache.alloc_prefix(PROMPT))

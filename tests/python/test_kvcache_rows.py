@@ -60,7 +60,7 @@ def test_a_request_that_a_step_does_not_name_keeps_its_rows(context: Context, nu
 
 def test_a_step_without_a_request_maps_nothing_for_it(context: Context) -> None:
     """A prefix's rows stay mapped; the rows that a kernel reads past them are mapped once a step
-    names the request.
+    includes the request.
     """
     with small_cache(context, overread_rows=4) as cache:
         cache.free_reqid(started(cache, 2 * ROWS), tokens=IDS[: 2 * ROWS])

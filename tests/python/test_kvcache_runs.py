@@ -53,7 +53,7 @@ def config(slots: int, pages: int, **policy: object) -> KVCacheConfig:
 def cache_of(
     slots: int, pages: int, mappings: int, **policy: object
 ) -> Iterator[tuple[KVCache, list[int]]]:
-    """Yields a cache on host with a limit on mappings and all slots taken, and its lengths (0)."""
+    """Yields a cache on host with limited mappings and all slots taken, and lengths of 0."""
     with (
         Context("host", granule=PAGE, max_mappings=mappings) as context,
         KVCache(config(slots, pages, **policy), context) as cache,
@@ -249,7 +249,7 @@ def test_admission_counts_mappings() -> None:
 
 
 def test_admission_counts_the_mappings_of_all_groups_together() -> None:
-    """Either group alone would get enough mappings for its part of the request, but not both."""
+    """There are enough mappings for either group's part of the request, but not for both."""
     shape = LayerShape(num_kv_heads=1, head_dim=PAGE // ROWS // 2)
     with (
         Context("host", granule=PAGE, max_mappings=211) as context,

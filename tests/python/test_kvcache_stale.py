@@ -246,7 +246,7 @@ def test_no_call_mistakes_earlier_pages_for_the_requests(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_pages_of_the_earlier_owner_can_be_reclaimed(backend: str, way: str) -> None:
-    """A request that is short of memory can get all of it, except what other requests own."""
+    """A request that is short of memory can get all memory that other requests do not own."""
     with stale(backend, way) as (cache, event), firing_later(event):
         page, stats = cache.layout.page_size, cache.stats()
         cache.memory.set_limit(max(stats.active_pages + 6 * TENSORS, stats.mapped_bytes // page))

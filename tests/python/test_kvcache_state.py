@@ -197,7 +197,7 @@ def test_prefixes_are_not_matched_past_a_state(host: pyvmem.Context) -> None:
 
 
 def test_no_group_grows_if_one_is_short(host: pyvmem.Context) -> None:
-    """There is enough memory for two requests' rows, but for only one request's state."""
+    """There is enough memory for the rows of two requests, but for the state of only one."""
     with hybrid(host, memory_limit=(2 * 2 + 9 + 8) * PAGE) as cache:
         for _ in range(2):
             cache.alloc_reqid()

@@ -321,7 +321,7 @@ def test_a_step_ahead_in_a_budget_does_not_wait_for_its_own_pages(
 
 
 def two_classes(context: Context, pages: int) -> tuple[int, LayeredCache]:
-    """Returns the rows per page of the first of two groups, and the cache; the second group has
+    """Returns the first group's rows per page, and a cache with two groups; the second group has
     twice as many rows per page.
     """
     page = context.info.granule
@@ -449,7 +449,7 @@ def test_a_step_ahead_evicts_an_unused_prefix_and_grows(context: Context, work: 
 
 
 def test_a_step_ahead_waits_for_neither_slots_nor_prefixes(context: Context, work: FdEvent) -> None:
-    """Pages of free slots are reclaimed first; only what is still missing is evicted."""
+    """Free slots' pages are reclaimed first; prefixes are evicted only to cover the rest."""
     limit = 8 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit, max_seq_len=8 * ROWS) as cache:
         one, two, other = started(cache, 3 * ROWS), started(cache, 2 * ROWS), started(cache, ROWS)
@@ -733,7 +733,7 @@ def test_other_requests_continue(context: Context, work: FdEvent, name: str) -> 
 
 
 def test_a_nested_call_does_not_check(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The inner call runs under the outer call's lock, so only the outer call looks for work."""
+    """The inner call runs under the outer call's lock, so only the outer call checks for work."""
     looks: list[int] = []
     before_fork = waits.before_fork
 

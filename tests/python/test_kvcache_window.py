@@ -44,7 +44,7 @@ def mapped(cache: KVCache, reqid: int = 0) -> int:
 
 
 def decode(cache: KVCache, low: int, high: int, reqid: int = 0, first: int = 1) -> None:
-    """Appends rows to a request, one by one; row n holds ``first + n``."""
+    """Appends rows to a request, one at a time; row n holds ``first + n``."""
     for length in range(low + 1, high + 1):
         assert cache.step(lens(cache, **{f"r{reqid}": length})) == 0
         write_rows(cache, reqid, length - 1, [first + length - 1])
@@ -89,7 +89,7 @@ def test_a_request_keeps_its_window_and_a_tile(context: Context) -> None:
         assert cache.alloc_reqid() == 0
         for length in range(1, 12 * ROWS + 1):
             decode(cache, length - 1, length)
-            low = max(0, length - 1 - 12)  # the step to `length` reads no row before this
+            low = max(0, length - 1 - 12)  # the step to `length` does not read earlier rows
             assert rows_are_there(cache, low, length)
             assert mapped(cache) <= 12 // ROWS + 3
             cache.check_integrity()
@@ -114,7 +114,7 @@ def test_a_page_is_unmapped_once_no_kernel_reads_its_rows(context: Context) -> N
 
 
 def test_a_request_is_unaffected_by_the_window_of_an_earlier_one(context: Context) -> None:
-    """A request gets its slot while pages that left the earlier one's window are being unmapped."""
+    """A request gets a slot in which pages that left the earlier window are being unmapped."""
     with small_cache(context, **WINDOW, max_batch=1) as cache:
         cache.alloc_reqid()
         decode(cache, 0, 24)
@@ -296,7 +296,7 @@ def test_a_request_that_could_not_be_swapped_in_is_not_swapped_out(context: Cont
 @pytest.mark.parametrize("policy", [{}, {"zero_fill": False}, {"eager_pages": 2, "limit": 24}])
 @pytest.mark.parametrize("seed", range(2))
 def test_random_engine(context: Context, policy: dict[str, Any], seed: int) -> None:
-    """Every row that a kernel may read keeps its contents, whatever calls come in between."""
+    """Every row that a kernel may read keeps its contents, regardless of the calls in between."""
     choose = random.Random(seed)
     options = dict(policy)
     limit = options.pop("limit", 40) * TENSORS * context.info.granule
@@ -370,7 +370,7 @@ def test_a_fork_shares_the_pages_in_the_window(context: Context, rows: int) -> N
             assert read_rows(cache, reqid, first, list(range(first + 1, rows + 1)))
             decode(cache, rows, rows + 24, reqid, 1000 * tag)
             cache.check_integrity()
-        low = rows + 24 - 13  # the last step read no row before this
+        low = rows + 24 - 13  # the last step did not read earlier rows
         for tag, reqid in enumerate((parent, *children), 1):
             tags = [n + (1000 * tag if n >= rows else 1) for n in range(low, rows + 24)]
             assert read_rows(cache, reqid, low, tags)
@@ -457,7 +457,7 @@ def test_a_failed_slide_of_shared_pages_is_rolled_back(context: Context) -> None
         with pytest.raises(DriverError):
             cache.step(lens(cache, **{f"r{child}": 26}))
         decode(cache, 24, 40, child)
-        assert cache.stats().shared_pages == 3 * TENSORS  # those shared with the parent
+        assert cache.stats().shared_pages == 3 * TENSORS  # the pages shared with the parent
         cache.check_integrity()
 
 
@@ -555,7 +555,7 @@ def test_layers_of_a_transformers_model() -> None:
     assert KVCacheConfig.from_hf(mixed).window == 0
     mixed.per_layer_config = {1: {"head_dim": 64, "num_key_value_heads": 1}}
     assert layer_shapes(mixed)[1] == LayerShape(1, 64)
-    # in the form that is read from a file
+    # as read from a file
     mixed.per_layer_config = {"01": {"head_dim": 64, "num_key_value_heads": 1}}
     assert layer_shapes(mixed)[1] == LayerShape(1, 64)
     shared = model(num_kv_shared_layers=1)

@@ -46,7 +46,7 @@ def extend(cache: KVCache, reqid: int, low: int, tokens: list[int], by: int = 0)
 
 
 def decoded(cache: KVCache, tokens: list[int]) -> int:
-    """Starts a request with these rows, computed one by one, so that only its window is mapped."""
+    """Starts a request with these rows, computed one at a time, so only its window is mapped."""
     reqid = cache.alloc_reqid(len(tokens))
     assert reqid is not None
     extend(cache, reqid, 0, tokens, by=1)
@@ -207,8 +207,8 @@ def test_a_next_turn_resumes_where_its_window_is_mapped(context: Context, more: 
 
 
 def test_a_refilled_window_keeps_no_old_pages_mapped(context: Context) -> None:
-    """The old pages no longer belong to a prefix, so a request that is short of memory must be able
-    to get them.
+    """The old pages no longer belong to a prefix, so a request short of memory must be able to get
+    them.
     """
     page = context.info.granule
     with small_cache(context, max_batch=8, memory_limit=12 * TENSORS * page, **WINDOW) as cache:

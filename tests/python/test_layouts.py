@@ -271,7 +271,7 @@ def test_states_count_from_the_first_token(tmp_path: Path) -> None:
 
 
 def test_8_bit_keys_and_values_need_half(tmp_path: Path) -> None:
-    """The adviser halves keys and values; states keep their size."""
+    """The adviser halves the size of keys and values, but not of states."""
     wide = model(tmp_path, **LINEAR, layer_types=["linear_attention"] * 3 + ["full_attention"])
     short = wide.stored_as("float8_e4m3fn")
     assert (2 * short.token_bytes, short.state_bytes) == (wide.token_bytes, wide.state_bytes)

@@ -143,7 +143,7 @@ def test_engines_that_start_together_stay_within_host_memory(
     def slowly(self: Ledger, word: str, but: str = "") -> int:
         found = count(self, word, but)
         with suppress(threading.BrokenBarrierError):
-            both.wait(0.2)  # gives the other engine time to count
+            both.wait(0.2)  # leaves the other engine time to count
         return found
 
     monkeypatch.setattr(Ledger, "total_beside", slowly)
@@ -248,7 +248,7 @@ def test_a_short_engine_asks_engines_above_their_floors(folder: Path) -> None:
     a, b = join(folder, "a", floor=GIB), join(folder, "b")
     assert a.take(9 * GIB)
     assert a.excess() == 0
-    b.want(3 * GIB)  # 1 GiB of these 3 is free
+    b.want(3 * GIB)  # 1 of these 3 GiB is free
     assert a.excess() == 2 * GIB
     b.want(100 * GIB)
     assert a.excess() == 8 * GIB
@@ -259,7 +259,7 @@ def test_a_short_engine_asks_engines_above_their_floors(folder: Path) -> None:
 
 
 def test_asks_and_gives_are_signalled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All engines but the caller are signaled; a repeated or smaller request signals none."""
+    """All other engines are signaled, but not for a repeated or smaller request."""
     a, b = join(folder, "a"), join(folder, "b")
     first = a.signals()
 
@@ -390,7 +390,7 @@ def test_running_engines_keep_their_capacity(folder: Path) -> None:
         Ledger("host", GIB, folder)
     assert (caught.value.bytes, caught.value.limit) == (GIB, 10 * GIB)
     assert a.ledger.capacity == 10 * GIB
-    with Ledger("host", folder=folder) as other:  # names no capacity of its own
+    with Ledger("host", folder=folder) as other:  # does not specify a capacity
         assert other.capacity == 10 * GIB
     a.close()
 
@@ -437,7 +437,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 def host_memory_of(folder: Path, device: str, nbytes: int) -> Account:
-    """Joins as an engine that requests this much of the 6 GiB of host memory for all engines."""
+    """Joins as an engine that requests this much of the engines' 6 GiB of host memory."""
     book = Ledger(device, folder=folder)
     return book.join("c", **TERMS, host=nbytes, host_limit=6 * GIB)
 

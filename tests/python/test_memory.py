@@ -101,7 +101,7 @@ def test_defaults(backend: str) -> None:
 
 
 def _own_group() -> tuple[Path, str]:
-    """Returns the directory of this process's control group and the name of its limit's file."""
+    """Returns the directory of this process's control group and the name of its limit file."""
     lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     for _, controllers, path in lines:
         if "memory" in controllers.split(","):
@@ -113,7 +113,7 @@ def _own_group() -> tuple[Path, str]:
 
 @contextlib.contextmanager
 def _group(limit: int) -> Iterator[tuple[Path, Path]]:
-    """Yields a control group with this memory limit, and the limit's file."""
+    """Yields a control group with this memory limit, and its limit file."""
     try:
         own, name = _own_group()
         group = own / f"vmem-test-{os.getpid()}"

@@ -30,7 +30,7 @@ import pyvmem
 SIZES = [24, 16]  # sizes of the reservations, in granules
 SLAB = 16
 LIMIT = 6 * SLAB
-BEYOND = 128  # how many granules past its reservation's end an operation may reach
+BEYOND = 128  # granules that an operation may extend past the end of its reservation
 
 index = st.integers(0, 63)
 small = st.integers(1, 4)
@@ -275,9 +275,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(raw=operations(), where=index)
     def batch_with_a_bad_entry(self, raw: list[dict[str, Any]], where: int) -> None:
-        """One entry names an address outside every reservation: the whole batch must have no
-        effect.
-        """
+        """The batch must have no effect if one entry names an address outside every reservation."""
         where %= len(raw) + 1
         ops, before = self.real_ops(raw[:where])
         assert len(before) == where
@@ -292,7 +290,7 @@ class Machine(RuleBasedStateMachine):
             self.ctx.batch(full)
 
     def copy_ops(self, target: pyvmem.OpBatch, raw: list[dict[str, Any]]) -> None:
-        """Appends the operations that `raw` describes to another batch, one by one."""
+        """Appends the operations that `raw` describes to another batch, one at a time."""
         for r in raw:
             ops, _ = self.real_ops([r])
             op = ops[0]

@@ -25,7 +25,7 @@ from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.layouts import Request, advise, shape_of
 
 pytestmark = [
-    pytest.mark.filterwarnings("default"),  # transformers issues warnings of its own
+    pytest.mark.filterwarnings("default"),  # transformers issues its own warnings
 ]
 
 CONFIGS: Any = transformers.CONFIG_MAPPING
@@ -71,7 +71,7 @@ def written(config: Any, folder: Path) -> str:
 
 def test_every_model_has_shapes_or_a_listed_error(tmp_path: Path) -> None:
     """The models in ANSWERED have shapes, even if their configuration is read from a file; those in
-    REFUSED raise the listed error. Any other model may have shapes or raise an error of pyvmem's.
+    REFUSED raise the listed error. Any other model may have shapes or raise a pyvmem error.
     """
     answers: dict[str, str] = {}
     requests = [Request(60, 4)]

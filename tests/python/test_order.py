@@ -313,7 +313,7 @@ def test_a_closed_event_names_no_descriptor() -> None:
 
 @pytest.mark.parametrize("wrong", ["nonsense", FdEvent(-1)], ids=["text", "descriptor"])
 def test_every_call_of_a_cache_rejects_it(context: Context, wrong: Any) -> None:
-    """No call changes anything before it raises."""
+    """Each call raises before it changes anything."""
     with small_cache(context) as cache:
         one, two = cache.alloc_reqid(), cache.alloc_reqid()
         assert (one, two) == (0, 1)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Tests tensor parallelism: each rank has a cache, all give the same answers and share one budget,
-and all learn of a failure.
+"""Tests tensor parallelism: each rank has a cache; all ranks return the same results, share one
+budget and learn of failures.
 
 Ranks are processes that use gloo (parallel_ranks.py); tests that need only one rank use a group of
 one.
@@ -97,8 +97,8 @@ def test_a_cache_that_one_rank_cannot_create(results: dict[str, Any]) -> None:
 
 
 def test_ranks_that_share_and_swap_give_the_same_answers(results: dict[str, Any]) -> None:
-    """Each rank has checked its rows and memory against a model; this test checks that it ran short
-    of memory and shared pages.
+    """Each rank has checked its rows and memory against a model; this test checks that ranks ran
+    short of memory and shared pages.
     """
     played = results["shared_pages"]
     assert len(played) == 4
@@ -113,8 +113,8 @@ def test_ranks_that_share_and_swap_give_the_same_answers(results: dict[str, Any]
 
 
 def test_late_work_on_one_rank_evicts_no_more(results: dict[str, Any]) -> None:
-    """A request needs 5 of the 6 pages, and a cached prefix has the other; 3 of the 5 are in a slot
-    whose work completes late.
+    """A request needs 5 of the 6 pages, and a cached prefix holds the sixth; 3 of the 5 are in a
+    slot whose work completes late.
     """
     assert results["held_back"] == [1, 0, 8]
 
@@ -238,7 +238,7 @@ PROMPT = list(range(40))
 
 
 def with_spare_pages(cache: ParallelKVCache) -> None:
-    """Starts a growth of request 0 by one page; six pages are already mapped in its slot."""
+    """Starts to grow request 0 by one page; six pages are already mapped in its slot."""
     assert cache.alloc_reqid() == 0
     assert cache.step([48, 0, 0, 0]) == 0
     cache.free_reqid(0)
@@ -536,7 +536,7 @@ def reset(cache: ParallelKVCache) -> None:
 def test_an_interrupted_call_is_complete_or_undone_or_fails_the_rank(
     cache: ParallelKVCache, call: Callable[[ParallelKVCache], Any]
 ) -> None:
-    """Unless the rank has failed, its state is the one before the call or the one after it."""
+    """Unless the rank has failed, its state is as before the call or as after it."""
     reset(cache)
     before = state_of(cache)
     call(cache)

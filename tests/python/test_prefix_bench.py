@@ -55,7 +55,7 @@ def test_synthetic_conversations_share_prefixes() -> None:
 
 @pytest.mark.parametrize("unit", [16, 64, 512])
 def test_both_agree_with_a_set_of_prefixes(unit: int) -> None:
-    """Without a budget, both find the longest prefix shared with any earlier prompt, in whole
+    """Given ample memory, both find the longest prefix shared with any earlier prompt, in whole
     units."""
     seen: set[tuple[int, int]] = set()
     expected = 0
@@ -86,7 +86,7 @@ def test_budgets_are_kept(units: int) -> None:
 
 
 def test_blocks_agree_with_a_plain_queue() -> None:
-    """The next block to evict is the last block of the least recently used request."""
+    """The next block to evict is the least recently used request's last block."""
     rng = random.Random(4)
     cache = Blocks(512, TOKEN, 30 * 512 * TOKEN)
     queue: list[int] = []
@@ -266,7 +266,7 @@ def served(cache: LayeredCache, prompts: list[Prompt], chunk: int) -> list[int]:
 def test_the_tree_of_sliding_layers_agrees_with_the_cache(
     host: Context, layers: tuple[int, int], chunk: int
 ) -> None:
-    """Compares prompt by prompt, with ample memory."""
+    """Compares the tokens found for each prompt, given ample memory."""
     slides, count = layers
     prompts = PROMPTS[:90]
     tree = Sliding(64, TOKEN, WHOLE, layers, 700 + 192, chunk)

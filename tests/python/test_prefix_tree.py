@@ -25,7 +25,7 @@ PAGES = 3  # pages per unit
 
 @dataclass(eq=False)
 class Units:
-    """A span that knows, for each of its units, the prefix that ends there."""
+    """A span that records the prefix ending at each of its units."""
 
     ends: list[tuple[int, ...]]
 
@@ -56,7 +56,7 @@ def add(tree: Tree, tokens: list[int]) -> Node[Units]:
 
 
 def units(*ids: int) -> list[int]:
-    """Returns tokens that consist of one unit per argument, each filled with that id."""
+    """Returns one unit of tokens per argument, filled with that id."""
     return [one for one in ids for _ in range(UNIT)]
 
 
@@ -71,13 +71,13 @@ def length(tree: Tree, tokens: Any) -> int:
 
 
 def locked_pages(tree: Tree) -> int:
-    """Returns the number of pages of pinned nodes and of their ancestors."""
+    """Returns the number of pages in pinned nodes and their ancestors."""
     locked = {one for node in tree if node.pins for one in node.path()}
     return sum(node.span.pages for node in locked)
 
 
 def match_and_pin(tree: Tree, tokens: Any) -> Node[Units]:
-    """Splits the node of a match after the matched part, pins the first half and returns it."""
+    """Splits a match's node after the matched part; pins and returns the first half."""
     found = tree.match(tokens)
     node = tree.cut_at(found.node, found.length)
     assert node.end == found.length

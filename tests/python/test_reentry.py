@@ -151,7 +151,7 @@ def test_the_rollback_of_a_section_may_call_the_cache(again: int) -> None:
 
 
 def test_a_handler_during_the_rollback_after_two_exceptions() -> None:
-    """The first rollback was interrupted, too; the next call completes it."""
+    """The first rollback is also interrupted; the next call completes it."""
     refused = unsettled = 0
 
     def case(first: int, second: int, at: int) -> bool:
@@ -275,7 +275,7 @@ def test_wrapped_methods_are_not_an_interruption(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_dropped_transformers_cache_is_closed_during_another_caches_call() -> None:
-    """The collector finds the dropped cache during a call to another cache of the same budget."""
+    """The collector finds the dropped cache during a call to another cache in the same budget."""
     transformers = pytest.importorskip("transformers")
     from pyvmem.hf import VMemCache
 
@@ -537,7 +537,7 @@ def test_a_buffer_collected_before_its_stream() -> None:
     from pyvmem.memory_resource import VMemResource
 
     class Resource(VMemResource):
-        is_device_accessible = True  # makes the resource take streams into account
+        is_device_accessible = True  # makes the resource honor streams
 
         def _buffer(self, addr: int, size: int, stream: Any) -> Any:
             return addr, size

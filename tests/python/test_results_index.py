@@ -13,7 +13,7 @@ HEAD = "# commit 0123456, NVIDIA H100; python3 -m pytest tests/python\n# date 20
 
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns an empty directory of results that replaces the real one."""
+    """Returns an empty results directory that replaces the real one."""
     folder = tmp_path / "results"
     (folder / "logs").mkdir(parents=True)
     monkeypatch.setattr(readme_index, "ROOT", tmp_path)

@@ -14,7 +14,7 @@ from kvcache_helpers import eventually
 
 @pytest.fixture
 def runner(monkeypatch, tmp_path):
-    """Returns a function that runs `run_tests` with invented stages, and returns its status and the
+    """Returns a function that runs `run_tests` with made-up stages and returns its status and the
     stages that ran.
     """
     ran = []
@@ -183,8 +183,8 @@ def test_the_other_pythons(monkeypatch, capsys):
 
 @pytest.fixture
 def gpu_calls(monkeypatch):
-    """Returns a function that runs the stage `gpu` and records its calls and their environments;
-    the calls whose numbers it is given fail.
+    """Returns a function that runs the stage `gpu`, records its calls and their environments, and
+    makes the calls with the given numbers fail.
     """
     calls, fails = [], set()
 

@@ -62,7 +62,7 @@ def _stale(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _dirty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes new pages show their last owner's data."""
+    """Makes new pages contain their previous owner's data."""
     populate = pyvmem.OpBatch.populate
 
     def dirty(self: pyvmem.OpBatch, *args: Any, **options: Any) -> None:

@@ -21,7 +21,7 @@ from pyvmem.serve import cli as demo
 
 __all__ = ["one_thread"]  # a fixture
 
-pytestmark = pytest.mark.filterwarnings("default")  # transformers issues warnings of its own
+pytestmark = pytest.mark.filterwarnings("default")  # transformers issues its own warnings
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def test_options_reach_the_cache_and_the_engine(
     plain = run_json(folder, capsys, "--num-prompts", "7", "--max-new-tokens", "30")
     assert len(plain["requests"]) == 7
     answers = [r["tokens"] for r in plain["requests"]]
-    assert answers[0] == answers[6]  # after its last prompt, the file starts over
+    assert answers[0] == answers[6]  # after the last prompt, the first one is used again
     limited = run_json(
         folder,
         capsys,

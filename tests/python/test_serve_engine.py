@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tests the engine over a real KV cache with a tiny model: every answer matches `generate`'s."""
+"""Tests the engine over a real KV cache with a tiny model; answers match those of `generate`."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_request_that_never_fits_fails_and_the_others_run(loaded: LoadedModel)
     assert done[99].reason is FinishReason.NO_MEMORY
     assert done[99].tokens == ()
     assert done[98].reason is FinishReason.NO_MEMORY
-    part = done[98].tokens  # as many tokens as two pages hold, and one more
+    part = done[98].tokens  # the tokens that fit in two pages, and one more
     assert len(part) == 2 * PAGE // 192 - 30 + 1
     whole = expected(loaded, [growing])[98].tokens
     assert part == whole[: len(part)]
@@ -220,7 +220,7 @@ def test_teacher_forcing_keeps_the_models_own_choices(loaded: LoadedModel) -> No
 
 
 def test_answers_do_not_depend_on_what_pages_hold(loaded: LoadedModel) -> None:
-    """Nothing past a request's length is read: pages full of NaN give the same answers."""
+    """Rows past a request's length are not read: pages full of NaN do not change the answers."""
     requests = make_requests(6, seed=10)
     with make_cache(loaded, zero_fill=False) as cache:
         serve(loaded, cache, requests)
@@ -347,7 +347,7 @@ def test_attention_rejects_arguments_that_it_would_ignore(loaded: LoadedModel) -
 
 
 def test_compare_finds_a_wrong_token(loaded: LoadedModel) -> None:
-    """The check of `--verify` can fail: one changed token is found, at its position."""
+    """The `--verify` check can fail: it reports a changed token at its position."""
     requests = make_requests(3, seed=13, new_tokens=(10, 20))
     answers = expected(loaded, requests)
     with make_cache(loaded) as cache:

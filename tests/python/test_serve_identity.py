@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Checks that the demo's model generates the same tokens through the KV cache as `generate`.
 
-Decoding is greedy in float32; `pyvmem.serve.verify` states the rule. With a GPU, both sides run on
-it.
+Decoding is greedy in float32; `pyvmem.serve.verify` states the rule. If there is a GPU, both sides
+run on it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def folder() -> object:
 @pytest.mark.slow
 @pytest.mark.needs_tensors
 @pytest.mark.timeout(600)
-@pytest.mark.filterwarnings("default")  # transformers issues warnings of its own
+@pytest.mark.filterwarnings("default")  # transformers issues its own warnings
 @pytest.mark.parametrize("count", [12, pytest.param(32, marks=pytest.mark.long)])
 def test_answers_match_generate(backend: str, folder: object, count: int) -> None:
     device = "cpu" if backend == "host" else "cuda:0"

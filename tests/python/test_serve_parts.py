@@ -305,7 +305,7 @@ def test_the_trace_has_pages_of_each_request_in_each_step(tmp_path: Path) -> Non
         assert len(step["other_bytes"]) == len(trace["others"])
 
 
-@pytest.mark.filterwarnings("default")  # matplotlib issues warnings of its own
+@pytest.mark.filterwarnings("default")  # matplotlib issues its own warnings
 def test_the_picture_is_drawn_and_the_same_each_time(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from pyvmem.serve import picture

@@ -87,7 +87,7 @@ def test_four_pages_share_one_memory_page(memory: KVMemory) -> None:
     assert pool.ready == 0
     taken = pool.take(3)
     assert sorted(taken or ()) == [1, 2, 3]
-    # includes, in each tensor, the memory page of page 0
+    # includes the memory page that holds page 0 in each tensor
     assert pool.backing.mapped_bytes == 4 * GRANULE
     assert pool.check([1, 2, 3]) == []
 
@@ -145,7 +145,7 @@ def test_all_but_page_0_is_unmapped_when_everything_is_free(memory: KVMemory) ->
 
 
 def test_nothing_is_mapped_ahead_once_everything_was_cleared(memory: KVMemory) -> None:
-    """Sleep clears the pool in this way, a moment after the last step."""
+    """Sleep clears the pool this way shortly after the last step."""
     pool = open_pool(memory, reserve=32 * 1024, idle=600.0)
     pool.step_begins(None)
     pool.clear()
@@ -170,7 +170,7 @@ def test_memory_is_kept_under_load_and_freed_when_idle(memory: KVMemory) -> None
         tick()
         pool.give(taken)
         tick()
-    assert pool.backing.counters.growths == 2  # page 0, and one growth for all rounds
+    assert pool.backing.counters.growths == 2  # one for page 0, and one for all rounds
     end = time.monotonic() + 10
     while pool.backing.mapped_bytes > memory.geometry.first_bytes(1):
         tick()
@@ -210,7 +210,7 @@ def test_requested_memory_counts_free_memory(memory: KVMemory, tmp_path: Path) -
 
 
 def test_memory_for_a_queue_is_requested_together(memory: KVMemory, tmp_path: Path) -> None:
-    """Otherwise each request in turn would wait for the other engine's answer."""
+    """Otherwise each request in turn would have to wait for the other engine."""
     with beside(memory, tmp_path) as (pool, other):
         assert other.take(4 * GRANULE * 8)
         pool.ask(1)
@@ -248,8 +248,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_a_request_is_answered_within_two_checks(
     memory: KVMemory, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One check unmaps pages, and another records the unmap 10 ms later. Without a request, checks
-    run every 100 ms.
+    """One check unmaps pages, and another records the unmap 10 ms later. If there is no request,
+    checks run every 100 ms.
     """
     with beside(memory, tmp_path, idle=600.0) as (pool, other):
         prefixes = pool.take(30) or []
@@ -263,7 +263,7 @@ def test_a_request_is_answered_within_two_checks(
             pool.give([prefixes.pop() for _ in range(min(pages, len(prefixes)))])
 
         def rounds(count: int) -> None:
-            """Runs rounds, one per millisecond."""
+            """Ticks the pool `count` times, one millisecond apart."""
             for _ in range(count):
                 clock.now += 0.001
                 pool.tick(lambda: len(prefixes), evict)
@@ -535,7 +535,7 @@ def test_ranks_decide_alike_despite_differences(opened: Callable[..., KVMemory])
 def test_ranks_answer_a_request_that_the_first_sees(
     opened: Callable[..., KVMemory], tmp_path: Path, clock: Clock
 ) -> None:
-    """The other rank's device has a ledger of its own, in which no engine asks for memory."""
+    """The other rank's device has its own ledger, in which no engine requests memory."""
 
     def work(side: Side) -> tuple[bool, bool, int]:
         memory, folder = opened(), tmp_path / str(side.rank)

@@ -28,8 +28,8 @@ def module_of(path: Path) -> str:
 
 
 def imports(path: Path, known: set[str], *, types: bool) -> set[str]:
-    """Returns the project's modules that a file imports at load time; with `types`, also those
-    that only annotations need.
+    """Returns the project's modules that a file imports at load time; if `types` is true, also
+    modules that only annotations need.
 
     Imports inside functions are left out: their order does not matter.
     """
@@ -192,7 +192,7 @@ def test_packages_above_the_cache_use_only_its_public_names() -> None:
 
 
 def test_packages_above_the_cache_import_only_its_public_names() -> None:
-    """They may import public names of the package, and modules that hold no cache state."""
+    """These packages may import public names, and modules that hold no cache state."""
     plain = ("budget", "cache", "config", "distributed", "events", "layered_cache", "layout")
     public = {
         module_of(path): ast.literal_eval(ast.unparse(node.value))

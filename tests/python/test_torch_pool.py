@@ -141,7 +141,7 @@ class Primary:
 
 
 def test_a_free_in_a_thread_without_a_current_context(host: pyvmem.Context) -> None:
-    """Simulates a thread without CUDA calls that drops the last reference to a tensor."""
+    """Simulates a thread that made no CUDA calls and drops the last reference to a tensor."""
     primary, page = Primary(), host.info.granule
     torch_alloc.open(0, host.handle, page, 0, primary)
     try:

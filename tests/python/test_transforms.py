@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Tests torch.export, torch.jit.trace, torch.func and checkpoints over code that writes rows.
 
-Each either gives correct results or is rejected with a message that says what to do.
+Each either produces correct results or is rejected with a message that says what to do.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def test_recorded_code_writes_each_time(layer: Layer, record: Any) -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_over_attention(layers: list[Layer], reentrant: bool) -> None:
-    """The forward pass that a checkpoint repeats writes the same rows."""
+    """The forward pass repeated by a checkpoint writes the same rows."""
     x = torch.randn(1, 4, 16)
     one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
     checkpoint(layers[0], one, use_reentrant=reentrant).square().sum().backward()

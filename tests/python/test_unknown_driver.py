@@ -128,8 +128,8 @@ def test_an_unknown_driver_is_used_with_a_warning(software: dict[str, str]) -> N
 
 
 def test_rejected_drivers(software: dict[str, str]) -> None:
-    """Drivers that are too old are always rejected, unknown drivers only on request; any other
-    request is an error.
+    """Drivers that are too old are always rejected, unknown drivers only on request; an
+    invalid setting is an error.
     """
     texts = {
         ("525.147.05", "", ""): ("ENODEV", "driver 525.147.05 is too old: 530 or later is needed"),

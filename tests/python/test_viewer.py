@@ -23,7 +23,7 @@ from pyvmem.telemetry import Server, Telemetry
 
 @pytest.fixture
 def cache(context: Context) -> Iterator[KVCache]:
-    """Yields a cache with a request of three pages per tensor."""
+    """Yields a cache with a request that has three pages per tensor."""
     with small_cache(context) as cache:
         cache.alloc_reqid()
         assert cache.step(lens(cache, r0=2 * ROWS + 1)) == 0

@@ -99,8 +99,8 @@ def test_a_page_size_that_the_limit_excludes() -> None:
 
 
 def _configs(*backends: str) -> tuple[SimpleNamespace, SimpleNamespace]:
-    """Returns vLLM's configurations of a model with one layer per attention back end; the layer
-    `elsewhere` is not among the layers of this process.
+    """Returns vLLM's configurations for a model with one layer per attention back end; the layer
+    `elsewhere` is not in this process.
     """
 
     def layer(name: str) -> SimpleNamespace:
@@ -113,7 +113,7 @@ def _configs(*backends: str) -> tuple[SimpleNamespace, SimpleNamespace]:
 
 
 def test_back_ends_that_may_reject_plain_addresses() -> None:
-    """Triton's launcher asks CUDA about each pointer; untested back ends may do so, too."""
+    """Triton's launcher asks CUDA about each pointer; untested back ends may also do so."""
     from pyvmem.vllm.allocation import backends_refusing_plain
 
     assert backends_refusing_plain(*_configs("FLASH_ATTN", "FLASHINFER", "FLASH_ATTN_MLA")) == []

@@ -253,7 +253,7 @@ def test_layers_of_two_sizes_form_two_groups(opened: Any) -> None:
 
 
 def test_layers_of_two_groups_share_a_region(opened: Any) -> None:
-    """A state's group and an attention group of equal size: three regions, two of them shared."""
+    """A state group and an attention group of equal size use three regions and share two."""
     pytest.importorskip("torch")
     from pyvmem.vllm.allocation import place_tensors
 

@@ -423,7 +423,7 @@ def test_supported_options(change: dict[str, Any]) -> None:
 
 def test_each_rank_of_data_parallelism_is_on_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("prometheus_client")
-    known: set[int] = {0}  # with an engine already known, no collector is registered
+    known: set[int] = {0}  # no collector is registered if an engine is already known
     monkeypatch.setattr(metrics, "_identities", known)
     made = config(
         parallel_config__data_parallel_size=3,
@@ -438,8 +438,8 @@ def test_each_rank_of_data_parallelism_is_on_metrics(monkeypatch: pytest.MonkeyP
 def test_api_servers_show_the_engine_whose_processes_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each API server creates the configuration anew, but must get its engine's instance id; a
-    second engine in the process gets an id of its own.
+    """Each API server creates its own configuration but must get its engine's instance id; a second
+    engine in the process gets a different id.
     """
     monkeypatch.setenv(plugin._INSTANCE, "of an engine before")
     sizes = {"parallel_config___api_process_count": 2}

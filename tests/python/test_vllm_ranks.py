@@ -86,7 +86,7 @@ def test_dead_sockets_are_removed(folder: Path) -> None:
 
 
 class Lost:
-    """A rank whose process exits during a growth."""
+    """A rank whose process exits during a grow call."""
 
     def __init__(self, when: str) -> None:
         self.when = when
@@ -149,7 +149,7 @@ def test_a_server_ends_with_its_memory(folder: Path) -> None:
 
 
 def test_a_closed_server_answers_no_client(folder: Path) -> None:
-    """None of its threads may survive either: an exiting process would kill it during a call."""
+    """Its threads must not survive: an exiting process would kill them during a call."""
     one = memory()
     server = Server(new_address(Settings(ledger=str(folder))), one)
     rank = SocketRank(server.address)
