@@ -31,7 +31,7 @@ def signatures(machine: Machine) -> None:
     assert machine.system.source_version("nvidia_uvm") == source
     assert machine.is_stock()
 
-    # This is why the refusals exist: the kernel now rejects the stock module as well as both others.
+    # This is why the refusals exist: the kernel now rejects even the stock module.
     machine.run("rmmod", "nvidia_uvm").expect(0)
     for path in (machine.ours, SIGNED, GIVEN / "stock.ko"):
         assert machine.run("insmod", str(path)).status == 1
