@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Assigns one of the machine's GPUs to each worker of pytest-xdist.
+"""Assigns one of the machine's GPUs to each pytest-xdist worker.
 
 VMEM_TEST_DEVICES lists the GPUs' CUDA ordinals, such as 0,1,2,3. Tests that need several GPUs are
 then skipped.

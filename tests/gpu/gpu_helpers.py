@@ -32,7 +32,7 @@ def needs_gpu(count: int = 1) -> list[pytest.MarkDecorator]:
 
 
 def contexts(**options: Any) -> Any:
-    """Returns a fixture: a context on each back end, checked once the test's kernels are done."""
+    """Returns a fixture that yields a context on each back end and checks it after the test."""
 
     @pytest.fixture(params=BACKENDS)
     def context(request: pytest.FixtureRequest) -> Iterator[Context]:

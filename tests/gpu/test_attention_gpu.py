@@ -116,7 +116,7 @@ def test_a_captured_graph_follows_the_batch(context: Context, kernel: str) -> No
 
 
 def test_many_steps_of_different_lengths(context: Context) -> None:
-    """Mixes decoding and chunks of different lengths, as in an engine."""
+    """Mixes decodes and prefill chunks of different lengths, as an engine does."""
     for kernel in ("auto", "flex"):
         for step in range(6):
             lens = tuple(40 * step + 17 * i + 2 for i in range(4))

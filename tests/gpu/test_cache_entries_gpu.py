@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """A cache under ordinary serving load, with 2 MiB entries for 64 KB pages.
 
-Requests are prefilled, decoded, truncated, forked and freed, and memory is short at times. In every
-step, a kernel reads each request's rows. Expects no fault, and the written contents in every row.
+Requests are prefilled, decoded, truncated, forked and freed, and memory sometimes runs short. In
+every step, kernels read each request's rows, which must not fault and must hold what was written.
 Prints the fraction of mapped memory that 2 MiB entries map.
 
 Needs a CUDA device, torch and the back end stock; skipped otherwise.
@@ -56,7 +56,7 @@ class Engine:
                 view[reqid, low:high] = self.values(reqid, low, high)
 
     def read(self, reqid: int) -> None:
-        """Starts kernels that read all rows of a request, like attention, and compare them."""
+        """Starts kernels that read all of a request's rows, as attention does, and check them."""
         want = self.values(reqid, 0, self.rows[reqid])
         for layer in range(LAYERS):
             for view in (self.cache.k(layer), self.cache.v(layer)):

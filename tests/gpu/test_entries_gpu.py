@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """2 MiB entries are created, split, joined and freed while a kernel reads.
 
-The kernel keeps reading all pages that the operations do not change, and must see no fault and no
-wrong byte. tests/c/test_entries.c asks the driver whether the GPU's entries match the records.
+The kernel keeps reading all pages that the operations do not change, and must never fault or read
+a wrong byte. tests/c/test_entries.c checks that the driver's entries match the records.
 
 Needs a CUDA device, torch and the back end stock; skipped otherwise.
 """

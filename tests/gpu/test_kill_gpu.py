@@ -45,7 +45,7 @@ with Context(backend) as context:
 
 
 def free_bytes() -> int:
-    """Returns how many bytes of device memory are free, as this process sees it."""
+    """Returns the free device memory in bytes, as seen by this process."""
     free: int = torch.cuda.mem_get_info()[0]
     return free
 

@@ -51,7 +51,7 @@ def read_often(rows: Any, times: int) -> Any:
 
 
 def times_for(rows: Any, stream: Any) -> int:
-    """Returns how often the kernel must read the rows to run for LONG_MS."""
+    """Returns how many times the kernel must read the rows to run for at least LONG_MS."""
     times = 1 << 10
     while True:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -96,7 +96,7 @@ def spoil(cache: KVCache, reqid: int, length: int) -> None:
 def test_pages_are_reclaimed_and_reused_under_a_running_kernel(
     context: Context, deferred: bool
 ) -> None:
-    """Memory suffices for one request, so the next gets pages that a kernel still reads."""
+    """There is memory for one request, so the next gets pages that a kernel is still reading."""
     reader, writer = torch.cuda.Stream(), torch.cuda.Stream()
     length = 6 * ROWS
     with make(context, 6, deferred_reclaim=deferred) as cache:
@@ -182,7 +182,7 @@ def test_nan_is_not_handed_on_to_an_over_reading_kernel(context: Context) -> Non
 
 
 def test_step_async_while_the_gpu_is_busy(context: Context) -> None:
-    """Requests grow row by row while long kernels are queued; nothing written is lost."""
+    """Requests grow one row at a time while long kernels are queued; no written row is lost."""
     busy, work = torch.cuda.Stream(), torch.cuda.Stream()
     matrix = torch.randn(2048, 2048, device="cuda")
     with make(context, 16) as cache:

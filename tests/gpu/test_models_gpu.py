@@ -122,7 +122,7 @@ def test_a_latent_with_its_up_projections(context: Context) -> None:
 
 @pytest.mark.parametrize("width", [64, 128])
 def test_flashinfer_over_slots_of_different_length(context: Context, width: int) -> None:
-    """Prefills requests one by one and decodes through blocks; no step reads past a length."""
+    """Prefills requests one at a time and decodes through blocks, never reading past a length."""
     for case in CASES:
         with filled(context, case, "bfloat16", 2, width) as cache:
             q = queries(cache, case, 4)

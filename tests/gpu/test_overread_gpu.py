@@ -2,8 +2,8 @@
 """Kernels run at full speed while the slots that they read grow and shrink.
 
 Every step maps pages for every request; the next step's pages are mapped in the background while
-the kernel runs. When a request ends, its pages are filled with NaN, unmapped at once, and mapped
-again for another request. So a kernel that reads further past a length than the cache allows reads
+the kernel runs. When a request ends, its pages are filled with NaN, unmapped immediately, and
+mapped for another request. So a kernel that reads further past a length than the cache allows reads
 memory that is unmapped, being mapped, being unmapped, or owned by another request. Expects no
 fault, and outputs that are finite and bitwise equal to those of the same call on a cache whose
 slots are fully mapped. The exception is torch's scaled_dot_product_attention: repeated calls on the
@@ -67,7 +67,7 @@ def make(context: Context, overread: int, **changes: Any) -> KVCache:
 
 
 class Rows:
-    """Random keys and values for each layer and row number, which all requests use."""
+    """Random keys and values for each layer and row number, shared by all requests."""
 
     def __init__(self) -> None:
         torch.manual_seed(5)
@@ -135,7 +135,7 @@ class Growing:
 def test_outputs_do_not_depend_on_memory_past_the_lengths(context: Context, kernel: str) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     needed = overread_rows("fa3" if kernel == "auto" else kernel, device)
-    always = kernel != "auto"  # whether kernels may over-read in decoding too
+    always = kernel != "auto"  # whether kernels may also over-read during decoding
     rows, order = Rows(), list(range(SLOTS))
     tokens = SLOTS * max(CHUNKS)
     q = torch.randn(tokens, HEADS, WIDTH, device="cuda", dtype=torch.bfloat16)

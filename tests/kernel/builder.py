@@ -100,7 +100,7 @@ class Builder:
 
 
 def _output(command: list[str]) -> str:
-    """Runs a command and returns its output; raises BuildError with the last part if it fails."""
+    """Runs a command and returns its output; raises BuildError with the last lines on failure."""
     with child(command, stderr=subprocess.PIPE) as process:
         out, errors = (data.decode(errors="replace") for data in process.communicate())
     if process.returncode:

@@ -3,8 +3,8 @@
 """Builds the self-checking kernel (KASAN, lockdep, kmemleak, UBSAN, fault injection).
 
 The source is Debian's package linux-source-6.1, or the directory that LINUX_SRC names, and the
-configuration is guest/checked.config. Prints the path of a directory that contains `bzImage`, and
-`build`, to build modules against.
+configuration is guest/checked.config. Prints the path of a directory that contains `bzImage` and
+`build`, against which modules are built.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Records of tests, stored in benchmarks/results and shown in docs/driver.
+"""Test records, stored in benchmarks/results and shown in docs/driver.
 
-The record of a driver grows: the tests of a later run are added to those of an earlier one if both
-have the same sources; otherwise the record starts over. A list of runs holds a line for each run,
-whatever its result.
+A driver's record grows: the tests of a later run are added to those of an earlier one if both have
+the same sources; otherwise the record starts over. A list of runs has a line for each run, whatever
+its result.
 """
 
 from __future__ import annotations

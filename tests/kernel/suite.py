@@ -241,7 +241,7 @@ def build_first(builder: Builder, test: Test) -> None:
 
 
 def tests_of(driver: str, suite: str | None) -> list[Test]:
-    """Returns the required tests of a driver, optionally on the kernel of a Debian suite."""
+    """Returns the tests required for a driver, optionally on a Debian suite's kernel."""
     return kernel_tests(suite, driver) if suite else branch_tests(driver)
 
 

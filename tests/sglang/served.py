@@ -104,7 +104,7 @@ def make_model(folder: Path, kind: str = "llama") -> Path:
 
     Args:
         folder: where the model's folder is created.
-        kind: llama, with 2 KV heads of 32; minicpm3, whose latent attention stores 80 numbers per
+        kind: llama, with 2 KV heads of 32; minicpm3, whose latent attention stores 80 values per
             token; gemma3_text and mellum, with a window of 32 tokens in 3 of 4 layers, for which
             SGLang uses one pool and two pools, respectively; or qwen3_next, with states in 3 of 4
             layers.
@@ -227,7 +227,7 @@ class Engine:
         return found
 
     def begin(self, name: str, *args: Any, **named: Any) -> None:
-        """Starts a call of a method, whose result `end` returns."""
+        """Starts a method call, whose result `end` returns."""
         self._pipe.send((name, args, named))
 
     def ready(self, timeout: float = 0.01) -> bool:
@@ -244,7 +244,7 @@ class Engine:
         return self.end()
 
     def answer(self, ids: list[list[int]], new: int = 24, **more: Any) -> list[list[int]]:
-        """Returns the tokens of the greedy answer to each prompt."""
+        """Returns each prompt's greedy answer as a list of tokens."""
         return [one["output_ids"] for one in self.generate(ids, new, **more)]
 
     def generate(self, ids: list[list[int]], new: int = 24, **more: Any) -> list[dict[str, Any]]:
@@ -257,7 +257,7 @@ class Engine:
         self.call("release_memory_occupation", tags=["kv_cache"])
 
     def kill(self) -> None:
-        """Kills all processes of the engine."""
+        """Kills all of the engine's processes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid or 0, signal.SIGKILL)
         self.process.join(10)

@@ -172,7 +172,7 @@ def test_sliding_windows_in_one_pool(
 def test_tensor_parallelism(
     start: Start, stock: list[list[int]], tmp_path: Path, overlap: bool
 ) -> None:
-    """Each of two ranks stores half of each page. One rank gets a lower limit, then must sleep."""
+    """Each of two ranks stores half of each page. One gets a lower limit and later has to sleep."""
 
     def ranks() -> list[EngineInfo]:
         return engines_in(tmp_path / "ledger")["host"]

@@ -20,7 +20,7 @@ __all__ = ["Nothing"]
 
 
 class Nothing:
-    """The class of the extension, which adds nothing to the worker."""
+    """The extension class, which adds nothing to the worker."""
 
 
 def _all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:

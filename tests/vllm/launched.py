@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""A process that torchrun starts, whose engine is a data-parallel rank.
+"""A process started by torchrun, whose engine is a data-parallel rank.
 
-Its arguments are the folder for its results, and the options of `LLM` as JSON.
+Its arguments are the folder for its results and the `LLM` options as JSON.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm import LLM
 
 
 def main() -> None:
-    """Writes the generated answers, fewer on the second rank, and the memory that they used."""
+    """Writes the answers (to two prompts on rank 1), the hits, and the bytes mapped at the end."""
     rank = int(os.environ["RANK"])
     llm = LLM(distributed_executor_backend="external_launcher", **json.loads(sys.argv[2]))
     elastic = elastic_of(llm)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Creates drafts, adapters, and small models that are not Llamas."""
+"""Creates draft models, adapters, and small models other than Llamas."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def predict_a_token_more(folder: Path) -> None:
 
 
 def save_draft(folder: Path) -> None:
-    """Turns a Llama of one layer into an EAGLE draft of a model with the same hidden size."""
+    """Turns a one-layer Llama into an EAGLE draft for a model with the same hidden size."""
 
     def change(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         size = weights["model.embed_tokens.weight"].shape[1]
@@ -239,4 +239,4 @@ def _save_whisper(folder: Path) -> None:
 
 
 MADE: dict[str, Callable[[Path], None]] = {"whisper": _save_whisper}
-"""Functions that save the models that cannot be created as a plain language model."""
+"""Functions that save the models that cannot be created as plain language models."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """An engine's second machine, which runs ``vllm serve --headless --node-rank 1``.
 
-Its argument is the options of `EngineArgs` as JSON.
+Its argument is the `EngineArgs` options as JSON.
 """
 
 from __future__ import annotations

@@ -24,11 +24,11 @@ __all__ = ["BLOCK", "Open", "Pool", "RankModel", "open_pool", "opened"]
 BLOCK = 16  # tokens per block
 STEP = 0.01  # seconds per step
 _ENV = {"VMEM_LEDGER": "off", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
-TICK = 5  # steps per round of the keeper
+TICK = 5  # steps per keeper round
 
 
 class Clock:
-    """A replacement for the module `time`, whose time the tests advance."""
+    """Replaces the module `time` with a clock that the tests advance."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -183,7 +183,7 @@ class Pool:
             rank.contents[ids[index]] = digests[index]
 
     def step(self) -> None:
-        """Runs a step of the engine, and a round of the keeper if one is due."""
+        """Runs an engine step, and a keeper round if one is due."""
         from vllm.v1.outputs import ModelRunnerOutput
 
         output = self.scheduler.schedule()
@@ -218,7 +218,7 @@ class Pool:
             self.step()
 
     def rest(self, seconds: float = 3.0) -> None:
-        """Lets time pass while no request runs."""
+        """Advances the clock while no request runs."""
         for _ in range(round(seconds / STEP / TICK)):
             self.clock.now += STEP * TICK
             self.elastic.tick()

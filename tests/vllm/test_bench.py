@@ -123,7 +123,7 @@ def test_time_in_the_pool_excludes_vllms_functions(monkeypatch: pytest.MonkeyPat
     now = 0.0
 
     class Code:
-        """Pool code that calls vLLM code, which calls pool code again."""
+        """Pool code that calls vLLM code, which calls back into pool code."""
 
         def step(self) -> None:
             spend(1)

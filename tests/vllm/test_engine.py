@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""VLLM on the elastic pool generates stock vLLM's tokens and frees its memory."""
+"""vLLM on the elastic pool generates stock vLLM's tokens and frees its memory."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def check(llm: Any) -> None:
 
 
 def at_rest(llm: Any) -> None:
-    """Checks that exactly the live memory is mapped, and that slabs take little more."""
+    """Checks that exactly the live memory is mapped and that slabs take only a little more."""
     elastic = elastic_of(llm)
     elastic.settle()
     check(llm)
@@ -90,7 +90,7 @@ def at_rest(llm: Any) -> None:
 
 @pytest.fixture(scope="session")
 def stock() -> dict[Any, Tokens]:
-    """Returns a cache for stock vLLM's answers, by model, answer length and options."""
+    """Returns a cache for stock vLLM's answers, keyed by model, answer length and options."""
     return {}
 
 
@@ -127,7 +127,7 @@ def test_tokens_and_memory(start: Open, expected: Callable[..., Tokens], model: 
 
 
 def test_a_real_model(start: Open) -> None:
-    """Runs SmolLM2-135M, whose 30 layers have 48 KiB of float32 K and V per block of 32 tokens."""
+    """Runs SmolLM2-135M, with 48 KiB of float32 K and V per layer and block of 32 tokens."""
     from pyvmem.serve import model
 
     pytest.importorskip("gguf", reason="the package gguf is not installed")
@@ -239,7 +239,7 @@ def test_ngram_speculation(start: Open, expected: Callable[..., Tokens]) -> None
 
 
 def script(llm: Any, seed: int, act: Callable[[random.Random], None]) -> dict[str, list[int]]:
-    """Runs requests that arrive and are aborted at random steps, the same for each engine.
+    """Runs requests that arrive and are aborted at random steps, identical for each engine.
 
     `act` is called after each step. Returns the answers to the requests that finished, by name.
     """
@@ -549,7 +549,7 @@ def test_prompts_larger_than_the_reserve_wait_once(start: Open, monkeypatch: Any
 
 
 def test_prompts_of_one_step_wait_for_one_growth(start: Open) -> None:
-    """The growth for which the first request waits is large enough for the other requests."""
+    """The mapping that the first request waits for also covers the other requests."""
     with start("llama", VMEM_VLLM="1", VMEM_RESERVE="1M", max_num_batched_tokens=1024) as llm:
         elastic, engine = elastic_of(llm), llm.llm_engine
         for number in range(8):
@@ -572,7 +572,7 @@ def test_prompts_of_one_step_wait_for_one_growth(start: Open) -> None:
 
 
 def test_mapping_of_extra_blocks_may_fail(start: Open) -> None:
-    """If a growth with extra blocks fails, the same step maps only the request's blocks."""
+    """If mapping with extra blocks fails, the same step maps only the request's blocks."""
     with start("llama", VMEM_VLLM="1", VMEM_RESERVE="1M") as llm:
         elastic, engine = elastic_of(llm), llm.llm_engine
         memory_of(llm).context.inject(Inject.MAP, count=1, error=12)
@@ -586,7 +586,7 @@ def test_mapping_of_extra_blocks_may_fail(start: Open) -> None:
 
 
 def test_blocks_that_a_queue_may_take_in_a_step(start: Open) -> None:
-    """Expects at most the blocks of a full step, with the maximum tokens and requests."""
+    """Expects no more blocks than a step can take within its token and request limits."""
     with start("llama", VMEM_VLLM="1", max_num_seqs=2) as llm:
         engine = llm.llm_engine
         scheduler = engine.engine_core.engine_core.scheduler

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Models other than a Llama generate stock vLLM's tokens on the elastic pool.
+"""Models other than Llamas generate stock vLLM's tokens on the elastic pool.
 
 The models have layers with a state, latent attention, 8-bit caches, adapters, an encoder with
 cross-attention, or drafts. Each model runs in stock vLLM first.
@@ -83,7 +83,7 @@ def test_a_state_that_moves(start: Open) -> None:
 
 
 def test_latent_attention_and_multi_token_prediction(start: Open) -> None:
-    """A model in DeepSeek V3's shape, whose multi-token prediction module has keys and values too.
+    """A model like DeepSeek V3, whose multi-token prediction module also has keys and values.
 
     On a CPU without AMX, vLLM does not split the prompts of such a model, and never schedules a
     prompt that exceeds the batch.
@@ -127,7 +127,7 @@ def test_an_adapter_for_every_second_request(start: Open, tmp_path: Path) -> Non
 
 
 def test_an_encoder_and_cross_attention(start: Open) -> None:
-    """A model in Whisper's shape, in which the encoder's results have separate blocks."""
+    """A model like Whisper, in which the encoder's results have separate blocks."""
     import numpy as np
 
     draw = np.random.RandomState(0)

@@ -42,7 +42,7 @@ def test_moves_in_every_step(
         assert elastic.mover.moved > 20
         assert elastic.hits > 0
         monkeypatch.undo()
-        # An idle engine moves prefixes by calls to the ranks. Requests hit these prefixes, too.
+        # An idle engine moves prefixes by calling the ranks. Requests also hit these prefixes.
         at_rest(llm)
         assert answer(llm, prompts()) == wanted
         at_rest(llm)

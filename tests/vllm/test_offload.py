@@ -163,7 +163,7 @@ def test_aborts_and_trims_while_blocks_are_copied(
 
 
 def test_a_store_is_dropped_if_no_step_follows(start: Open) -> None:
-    """The engine runs no steps after its last request, and memory does not wait for the store."""
+    """The engine runs no steps after its last request, and freeing does not wait for the store."""
     asked = prompts(seed=7, count=4)
     with start("llama", **POOL) as llm:
         first = answer(llm, asked, 1)

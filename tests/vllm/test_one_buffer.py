@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""One buffer for all layers, as vLLM allocates it since 0.29.
+"""One buffer for all layers, as vLLM has allocated it since 0.29.
 
 Attention on a CPU only supports a separate buffer for each layer, so the test checks the views.
 """

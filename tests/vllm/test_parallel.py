@@ -186,7 +186,7 @@ def test_two_machines(
     monkeypatch: pytest.MonkeyPatch,
     ways: dict[str, Any],
 ) -> None:
-    """Ranks are called over TCP, and each machine has its own ledger. Finally a node is killed."""
+    """Ranks are called over TCP, and each machine has its own ledger. Finally, a node is killed."""
     other, log = tmp_path / "o", tmp_path / "node.log"
     other.mkdir(mode=0o700)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -240,7 +240,7 @@ def test_two_machines_of_ray(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Expects the same results as `test_two_machines`. Finally a rank is killed."""
+    """Expects the same results as `test_two_machines`. Finally, a rank is killed."""
     other = tmp_path / "o"
     other.mkdir(mode=0o700)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")

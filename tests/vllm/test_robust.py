@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""An engine works while other engines or processes use its memory."""
+"""An engine keeps working while other engines or processes use its memory."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Client:
         self._base = f"http://127.0.0.1:{port}"
 
     def get(self, path: str) -> str:
-        """Sends a GET request; returns "" if the server does not answer yet."""
+        """Sends a GET request; returns "" if the server does not respond yet."""
         try:
             with urllib.request.urlopen(self._base + path, timeout=60) as said:
                 return str(said.read().decode())
@@ -188,7 +188,7 @@ def alive(pids: list[int]) -> list[int]:
 
 
 def check_api_servers(client: Client, log: Path, book: Ledger) -> None:
-    """Checks that both API servers run, and that metrics contain the ledger's numbers once."""
+    """Checks that both API servers run, and that the metrics report the ledger's usage once."""
 
     def both() -> bool:
         said = client.get("/metrics")
@@ -215,7 +215,7 @@ def test_a_process_of_a_server_is_killed(
 ) -> None:
     """Under load, the server's other processes exit, as in stock vLLM, and free their memory.
 
-    Another engine on the same memory goes on, and a new server can be started.
+    Another engine on the same memory continues, and a new server can be started.
     """
     log, asked = tmp_path / "server.log", prompts()
     two = ends == "worker"  # two API servers

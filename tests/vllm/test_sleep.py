@@ -54,7 +54,7 @@ Call = Callable[[Any], Any]
 
 
 def on_workers(method: str, **named: Any) -> Call:
-    """Returns a call of a method on all workers, which bypasses the scheduler."""
+    """Returns a function that calls a method on all workers, bypassing the scheduler."""
     return lambda llm: llm.collective_rpc(method, kwargs=named)
 
 
@@ -113,7 +113,7 @@ def check_loop(llm: Any, name: str) -> None:
     before, after = LOOPS[name]
     for call in before:
         call(llm)
-    stats = memory.context.stats()  # checked at once, as a trainer would allocate now
+    stats = memory.context.stats()  # checked immediately, as a trainer would allocate now
     assert (elastic.backing.mapped_bytes, stats.mapped_bytes) == (null, null)
     assert stats.slab_bytes <= null + memory.context.info.slab_size
     check(llm)
@@ -180,7 +180,7 @@ def weights(pool: VMemPool) -> Iterator[int]:
 
 
 def backend() -> Any:
-    """Creates the back end by its name, as vLLM's worker does."""
+    """Creates the back end by name, as vLLM's worker does."""
     from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
 
     from pyvmem.vllm import plugin
@@ -214,7 +214,7 @@ def test_weights_sleep_and_wake(pool: VMemPool, weights: int, level: int, found:
 
 
 def test_memory_is_discarded_by_its_tag(pool: VMemPool, weights: int) -> None:
-    """The back end discards memory as for vLLM's `release_kv_cache_memory` (since 0.31)."""
+    """The back end discards memory as it does for vLLM's `release_kv_cache_memory` (since 0.31)."""
     one, context = backend(), pool._context
     mapped = context.stats().mapped_bytes
     assert mapped > 0

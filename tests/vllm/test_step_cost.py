@@ -108,14 +108,14 @@ def test_a_step_that_takes_blocks(start: Open) -> None:
             base = min(lines for lines, _ in found)
             (taking,) = [one for one in found if one[1]]
             assert taking[1] == count
-            # A step takes twice as many lines if a growth in the background finishes in it.
+            # A step runs twice as many lines if mapping in the background finishes during it.
             assert taking[0] <= base + 40 * (count + 1)
 
 
 def test_at_the_limit_prefixes_are_evicted_without_asking_for_each(
     start: Open, expected: Callable[..., list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A refused growth is not retried for a while if evicting is enough."""
+    """After a refusal, mapping is not retried for a while if evicting is enough."""
     monkeypatch.setattr("pyvmem.vllm.engine._PATIENCE", 3600.0)
     wanted = expected("straddling")
     settings = {"VMEM_LIMIT": "768K", "VMEM_RESERVE": "64K", "VMEM_IDLE": "3600"}
@@ -123,7 +123,7 @@ def test_at_the_limit_prefixes_are_evicted_without_asking_for_each(
         elastic = elastic_of(llm)
         for seed in range(3):
             answer(llm, prompts(seed))
-        # Otherwise, a growth might be retried once memory is freed.
+        # Otherwise, mapping might be retried once memory is freed.
         elastic._give_back = lambda long_idle: None
         counts, here = {"begin": 0, "take": 0}, threading.get_ident()
 

@@ -8,7 +8,7 @@ nothing. Blocks are allocated in vLLM's order, not from the fullest pages first,
 expect certain block numbers. With ``backed``, all blocks have memory from the start, so all results
 must be the same. With ``bare``, only the null block has memory and other blocks are backed when
 they are allocated, so vLLM's queue of free blocks is shorter than the tests expect. Without the
-variable, the plug-in changes nothing.
+variable, the plug-in does nothing.
 `scripts/vllm_tests.py` fetches the tests and compares.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tests where kernel_debian unpacks the kernels of other suites, and which compiler it uses."""
+"""Tests where kernel_debian unpacks kernels from other suites, and which compiler it uses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ META = f"Package: linux-headers-cloud-amd64\nDepends: linux-headers-{RELEASE} (=
 
 
 def package(name: str, files: dict[str, str | Path], folder: Path) -> Path:
-    """Builds a package that contains the files, each given as text or as a file to copy."""
+    """Builds a package from files, each given as text or as the path of a file to copy."""
     inside = folder / f"{name}.inside"
     for path, content in files.items():
         (inside / path).parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +149,7 @@ def test_programs_use_the_library_that_came_with_them(area: type[Area]) -> None:
         said = subprocess.check_output(["patchelf", "--print-interpreter", program], text=True)
         assert said.strip() == str(libraries / loader().name)
         subprocess.run([program], check=True)
-    # Without that library modpost does not start: it does not fall back on the system's library.
+    # Without that library, modpost does not start: it does not fall back to the system's library.
     (libraries / "libc.so.6").rename(libraries / "gone")
     (libraries / "libc.so.6").write_text("no library")
     assert subprocess.run([modpost], check=False, capture_output=True).returncode != 0

@@ -11,7 +11,7 @@ PAGE = ROOT / "docs" / "driver" / "operations.md"
 
 
 def test_every_word_on_a_fault_is_explained() -> None:
-    """The table lists exactly the log messages that exist."""
+    """The table lists every message that `entry_text` returns, and no others."""
     source = (ROOT / "kernel_module" / "uvm_vmem_debug.c").read_text(encoding="utf-8")
     function = source[source.index("\nstatic const char *entry_text(") :].split("\n}\n", 1)[0]
     said = set(re.findall(r'"([^"]+)"', function))
@@ -22,7 +22,7 @@ def test_every_word_on_a_fault_is_explained() -> None:
 
 
 def test_the_files_that_it_names_are_made() -> None:
-    """All procfs files and module parameters that the page names exist."""
+    """Every procfs file and limit parameter mentioned on the page exists."""
     page = PAGE.read_text(encoding="utf-8")
     sources = "".join(p.read_text("utf-8") for p in (ROOT / "kernel_module").glob("*.c"))
     for name in set(re.findall(r"/proc/driver/nvidia-uvm/(\w+)", page)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tests which patch series is used for which version, and that no patch is applied by guessing."""
+"""Tests which patch series is used for which version, and that a patch must apply exactly."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_what_the_module_relies_on_is_as_it_was_read(tmp_path: Path) -> None:
     except KernelBuildError as error:
         pytest.skip(str(error).splitlines()[0])
     assert check_contracts(source, version) == []
-    # A version in which get_ptes would overwrite entries of other callers.
+    # A version in which get_ptes would overwrite other callers' entries.
     (tmp_path / "nvidia-uvm").mkdir()
     text = (source / "nvidia-uvm/uvm_mmu.c").read_text(encoding="utf-8")
     early = "    if (range->page_size != UVM_PAGE_SIZE_512M)\n        return NV_OK;\n"
@@ -267,7 +267,7 @@ def test_contracts_name_versions_that_are_served() -> None:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Clone:
-    """A repository like NVIDIA's, with four tags of supported branches and two other tags."""
+    """A repository like NVIDIA's, with four tags from supported branches and two other tags."""
     path = tmp_path / "clone"
 
     def git(*words: str) -> None:
@@ -391,5 +391,5 @@ def test_a_mutant_is_applied_to_our_files_alone(
 
 @pytest.mark.parametrize("mutant", sorted(path.stem for path in MUTANTS.glob("*.patch")))
 def test_every_mutant_applies(mutant: str) -> None:
-    """Otherwise a changed comment in a patch's context would fail only when the mutant is built."""
+    """Otherwise, a comment changed in a patch's context would break only the mutant's build."""
     assert kernel_files(mutant) != kernel_files()

@@ -129,7 +129,7 @@ Suites: bookworm-security
 
 
 def pack(tmp_path: Path, version: str) -> Path:
-    """Creates the source archive that Debian's package of a version installs."""
+    """Creates the source archive that Debian's package for a version installs."""
     tree = write_tree(tmp_path / version / "modules" / "nvidia-open-kernel", version)
     (tree / "nv.o_binary").write_bytes(b"precompiled")
     archive = tmp_path / "root" / driver_debian.ARCHIVE
@@ -231,7 +231,7 @@ def package(folder: Path, version: str) -> Path:
 
 
 class Archive:
-    """A Debian archive in a directory, signed with a key that was generated for it."""
+    """A Debian archive in a directory, signed with a newly generated key."""
 
     def __init__(self, folder: Path) -> None:
         self.root = folder / "debian"

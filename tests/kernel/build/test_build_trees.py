@@ -255,7 +255,7 @@ def test_modules_are_put_out_when_they_are_new(headers: KernelHeaders) -> None:
 
 @pytest.fixture
 def work(tmp_path: Path) -> Path:
-    """A build directory with the results of conftests."""
+    """A build directory with conftest results."""
     folder = tmp_path / "work"
     (folder / "conftest" / "compile-tests").mkdir(parents=True)
     (folder / "conftest" / "generic.h").write_text("#define NV_X\n")
@@ -268,7 +268,7 @@ def work(tmp_path: Path) -> Path:
 
 
 def fresh(work: Path, name: str) -> Path:
-    """Returns a copy of a build directory without the results of conftests."""
+    """Returns a copy of a build directory without its conftest results."""
     other = work.with_name(name)
     shutil.copytree(work, other)
     shutil.rmtree(other / "conftest")
@@ -282,7 +282,7 @@ def test_conftests_are_taken_over(work: Path, headers: KernelHeaders) -> None:
     script = (other / "conftest.sh").stat().st_mtime_ns
     assert take_conftests(other, headers)
     times = {path.stat().st_mtime_ns for path in (other / "conftest").rglob("*.h")}
-    # A conftest that is older than its dependency would be run again.
+    # A conftest older than its dependency would be rerun.
     assert len(times) == 1
     assert times.pop() >= script
 

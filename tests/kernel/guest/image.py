@@ -35,7 +35,7 @@ LEFT_OUT_OF_LIBRARY = {
     *("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "tkinter"),
     *("turtledemo", "ensurepip", "pydoc_data"),
 }
-# Programs for the tests of the scripts; those missing on this machine are skipped.
+# Programs that the scripts' tests use; programs missing on this machine are skipped.
 PROGRAMS = (
     "awk basename bash cat chmod chown cmp comm cp cut date dd depmod df diff dirname du env "
     "expr false find flock gawk getopt grep gzip head hostname id insmod install ionice kill "

@@ -19,13 +19,13 @@ TRAILER = "TRAILER!!!"
 
 
 class Initramfs:
-    """An archive whose entries are added by their path in the guest, after their directories."""
+    """An archive of entries, named by their paths in the guest; parent directories come first."""
 
     def __init__(self) -> None:
         self._entries: dict[str, tuple[int, Path | bytes, int]] = {}
 
     def folder(self, name: str) -> None:
-        """Adds a directory, after its parents."""
+        """Adds a directory and its missing parents."""
         for path in reversed((PurePosixPath(name), *PurePosixPath(name).parents)):
             if str(path) != "/":
                 self._entries.setdefault(str(path), (stat.S_IFDIR | 0o755, b"", 0))

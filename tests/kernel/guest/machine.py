@@ -33,9 +33,9 @@ COMMAND_LINE = (
     " rcupdate.rcu_cpu_stall_timeout=120"
 )
 # A kernel that has not started its first program after this many seconds is considered hung. On a
-# busy host, it usually takes 10 seconds.
+# busy host, booting that far usually takes 10 seconds.
 UP_TIME = 90.0
-# How many seconds before the time limit a hung run shows where it hangs.
+# Seconds before the time limit at which a hung run shows where it hangs.
 LAST_WORDS = 10.0
 
 
@@ -87,7 +87,7 @@ class Outcome:
 
 
 class _Lines:
-    """Cuts a stream of bytes into lines of text."""
+    """Splits a stream of bytes into lines of text."""
 
     def __init__(self, take: Callable[[str], None]) -> None:
         self._take = take
@@ -117,7 +117,7 @@ class _Run:
         self._output = _Lines(lambda line: self._write(f"| {line}"))
 
     def console(self, data: bytes) -> None:
-        """Handles output of the console, which shows the kernel's log."""
+        """Handles console output, which contains the kernel's log."""
         self._console.feed(data)
 
     def output(self, data: bytes) -> None:
@@ -219,7 +219,7 @@ def first_file_system(machine: Machine, nonce: str, cache: Path) -> Initramfs:
 
 
 def qemu_command(machine: Machine, initramfs: Path, console: int, output: int) -> list[str]:
-    """Returns the QEMU command line, in which the serial ports are pipes of this process."""
+    """Returns the QEMU command line, which connects the serial ports to this process's pipes."""
     words = [QEMU, "-accel", "tcg,thread=multi", "-cpu", PROCESSOR, "-smp", str(machine.processors)]
     words += ["-m", str(machine.memory), "-nodefaults", "-no-user-config", "-display", "none"]
     words += ["-no-reboot", "-kernel", str(machine.kernel), "-initrd", str(initramfs)]
@@ -236,8 +236,8 @@ def boot(machine: Machine, log: Path, cache: Path, show: Callable[[bytes], None]
     """Boots a machine, waits until it stops, and returns the outcome.
 
     A kernel that dies or hangs before its first program is booted once more. None of our code has
-    run in it. The cause is a busy host: QEMU's emulation can execute code that the kernel is just
-    patching, which causes an oops, or a processor can stall.
+    run by then. The cause is a busy host: QEMU's emulation can execute code while the kernel is
+    patching it, which causes an oops, or a processor can stall.
     """
     if shutil.which(QEMU) is None:
         raise GuestError(f"{QEMU} not found (Debian: qemu-system-x86)")

@@ -19,8 +19,8 @@ from pathlib import Path
 __all__ = ["main"]
 
 LEFT_OUT = {"bin", "include", "share", "test", "tests"}
-# Exceptions to LEFT_OUT: programs, a file that torch needs when it is imported, and packages for
-# tests that are part of an API.
+# Exceptions to LEFT_OUT: programs, a file that torch needs when it is imported, and testing
+# packages that are part of an API.
 KEPT = (
     "../../../bin/",
     "torch/bin/torch_shm_manager",
@@ -34,7 +34,7 @@ VENDOR = ("nvidia-", "triton", "cuda-")
 
 
 def distributions(names: list[str]) -> list[importlib.metadata.Distribution]:
-    """Returns the installed distributions among those named and their dependencies."""
+    """Returns the named distributions and their dependencies, as far as they are installed."""
     found: dict[str, importlib.metadata.Distribution] = {}
     todo, seen = list(names), set()
     while todo:
@@ -71,7 +71,7 @@ def links(path: Path) -> list[str]:
 
 
 def main() -> None:
-    """Prints the JSON; the arguments are names of distributions."""
+    """Prints the JSON; the arguments are distribution names."""
     chosen = distributions(sys.argv[1:])
     files: list[str] = []
     for one in chosen:
@@ -81,7 +81,7 @@ def main() -> None:
             if wanted(str(file))
         ]
     site = Path(sysconfig.get_path("purelib"))
-    # The files by which an environment finds an editable install.
+    # Files through which an environment finds an editable install.
     files += [str(path) for pattern in ("*.pth", "__editable__*") for path in site.glob(pattern)]
     files += [str(path) for path in Path(sys.prefix).glob("pyvenv.cfg")]
     library = sysconfig.get_config_var("LIBDIR")

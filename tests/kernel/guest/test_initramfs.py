@@ -9,7 +9,7 @@ from guest.initramfs import Initramfs
 
 
 def entries(archive: Path) -> list[tuple[str, int, bytes]]:
-    """Parses an archive as the format's description says; returns names, modes and contents."""
+    """Parses an archive as the format specifies; returns names, modes and contents."""
     data, found, offset = archive.read_bytes(), [], 0
     while True:
         assert data[offset : offset + 6] == b"070701"

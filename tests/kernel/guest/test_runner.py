@@ -59,7 +59,7 @@ def test_a_signal_is_a_failure(tmp_path: Path) -> None:
 
 
 def test_a_line_of_the_log_fails_a_command_that_passed(tmp_path: Path) -> None:
-    # In one guest: the allowed warning is ignored, the other is reported.
+    # In the same guest, the allowed warning is ignored and the other one is reported.
     say = 'echo "WARNING: one" >/dev/kmsg; echo "WARNING: two" >/dev/kmsg'
     ran = run(tmp_path, say, "--allow", "WARNING: one")
     assert ran.report["status"] == 0

@@ -26,7 +26,7 @@ SOFTGPU = ROOT / "tests" / "kernel" / "softgpu"
 FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O2", "-g", "-fPIC", "-fvisibility=hidden", "-pthread"]
 INCLUDES = ["libvmem/include", "libvmem/src", "kernel_module", "tests/kernel/softgpu"]
 ACCESSOR = [Path(__file__).resolve().parent / "contents_softgpu.c", SOFTGPU / "softgpu_user.c"]
-# Tests that need nothing specific to the back end `host`, so that they run on any back end.
+# Tests that do not depend on the back end `host`, so they run on any back end.
 TESTS = (
     "accounting",
     "async",

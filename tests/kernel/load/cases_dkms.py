@@ -120,7 +120,7 @@ def patched_module_does_not_start(machine: Machine) -> None:
 
 
 def uninstalled(machine: Machine) -> None:
-    """Without the rule and the module's file, everything is as before."""
+    """Without the package's files, `modprobe nvidia-uvm` loads the stock module."""
     debian(machine, "ours.ko")
     RULE.unlink()
     PROGRAM.unlink()

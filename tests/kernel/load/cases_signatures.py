@@ -31,7 +31,7 @@ def signatures(machine: Machine) -> None:
     assert machine.system.source_version("nvidia_uvm") == source
     assert machine.is_stock()
 
-    # This is why the refusals exist: the kernel rejects both modules, and now the stock module too.
+    # This is why the refusals exist: the kernel now rejects even the stock module.
     machine.run("rmmod", "nvidia_uvm").expect(0)
     for path in (machine.ours, SIGNED, GIVEN / "stock.ko"):
         assert machine.run("insmod", str(path)).status == 1
@@ -40,7 +40,7 @@ def signatures(machine: Machine) -> None:
 
 def sign_badly(module: Path) -> None:
     """Appends a fake signature to a module."""
-    # struct module_signature says PKCS#7, and gives the length of the signature that precedes it.
+    # struct module_signature specifies PKCS#7 and the length of the signature that precedes it.
     junk = b"no signature at all"
     trailer = bytes([0, 0, 2, 0, 0, 0, 0, 0]) + len(junk).to_bytes(4, "big")
     SIGNED.write_bytes(module.read_bytes() + junk + trailer + SIGNATURE_MAGIC)

@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def lay(tmp_path: Path) -> Lay:
     """Returns a function that creates the usual machine, with some files changed or removed.
 
-    A file that is to be removed has None as its content.
+    A content of None removes the file.
     """
 
     def make(changes: dict[str, str | bytes | None] | None = None) -> System:
@@ -60,7 +60,7 @@ def headers() -> KernelHeaders:
 
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory, headers: KernelHeaders) -> Path:
-    """A built tree with the modules of the installed driver."""
+    """A built tree with the installed driver's modules."""
     tree = write_driver(tmp_path_factory.mktemp("installed"), patched=False)
     make_driver(tree, headers.source, headers.build)
     return tree

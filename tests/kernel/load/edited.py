@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Creates modules with one fault each, by changing a few bytes in the file of a good module."""
+"""Creates modules with one fault each, by changing a few bytes of a good module's file."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class Machine:
                 assert time.monotonic() < deadline, f"{module} stays: {done.output}"
 
     def lay_out(self, files: dict[str, str], rules: str = DEBIAN_RULES) -> None:
-        """Installs modules of /load, given by their new file names, and modprobe's rules."""
+        """Installs modules from /load under new file names, and modprobe's rules."""
         self.changed = True
         for folder in (self.modules, self.modprobe):
             shutil.rmtree(folder, ignore_errors=True)
@@ -102,7 +102,7 @@ class Machine:
         self.run("depmod", "-a", self.release).expect(0)
 
     def debian(self, **more: str) -> None:
-        """Installs the usual modules, and `more` modules of /load by new name (without .ko)."""
+        """Installs the usual modules, and `more` from /load, keyed by new name without .ko."""
         files = {
             "nvidia-current-open.ko": "nvidia.ko",
             "nvidia-current-open-uvm.ko": "stock.ko",
@@ -129,7 +129,7 @@ class Machine:
         path.chmod(mode)
 
     def reset(self) -> None:
-        """Restores the initial state of every case: the stock driver, loaded and idle."""
+        """Restores the state in which every case starts: the stock driver, loaded and idle."""
         for left in ("run/vmem-module.json", "run/vmem-module.lock"):
             Path("/", left).unlink(missing_ok=True)
         if not self.changed and self.is_stock():
@@ -169,12 +169,12 @@ class Machine:
         return Running(pid, reading)
 
     def load(self, *arguments: str, selftest: str = "true", module: Path | None = None) -> Outcome:
-        """Acts as `make load` with the given command as its self-test."""
+        """Acts like `make load` with the given self-test command."""
         path = str(module or self.ours)
         return self.swap("load", "--module", path, "--selftest", selftest, *arguments)
 
     def unload(self) -> Outcome:
-        """Acts as `make unload`."""
+        """Acts like `make unload`."""
         return self.swap("unload")
 
     # State
@@ -196,7 +196,7 @@ class Machine:
         return self.system.loaded(UVM) and not self.system.uvm_is_ours() and self.nodes_fit()
 
     def is_ours(self) -> bool:
-        """True if the patched module is loaded and answers, and its nodes are correct."""
+        """True if the patched module is loaded and responds, and its nodes are correct."""
         if not (self.system.loaded(UVM) and self.system.uvm_is_ours() and self.nodes_fit()):
             return False
         return query(Path("/dev/nvidia-uvm")).abi > 0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 __all__ = ["REGISTER", "failing_call"]
 
-# The call by which UVM registers itself when it is loaded (until branch 580).
+# The call with which UVM registers itself when it is loaded (until branch 580).
 REGISTER = "RegisterUvmCallbacks"
 
 HEADER = Path(__file__).resolve().parent.parent / "softgpu" / "softgpu.h"
@@ -29,7 +29,7 @@ def constant(pattern: str) -> int:
 
 @contextmanager
 def failing_call(name: str) -> Iterator[None]:
-    """Lets the next call with this name fail within the context, whichever process makes it."""
+    """Makes the next call with this name fail within the context, in whichever process."""
     length = constant(r"^#define SOFTGPU_NAME_BYTES (\d+)")
     kind = constant(r"^#define SOFTGPU_IOCTL_TYPE '?(\w+)'?")
     number = constant(r"_IOW\(SOFTGPU_IOCTL_TYPE, (\d+), struct softgpu_inject\)")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """A driver source of two small modules, laid out like NVIDIA's, which builds in seconds.
 
-nvidia.ko exports one function, which nvidia-uvm.ko calls. This is enough to test how a driver is
-found, symbol versions and DKMS; the real driver's behavior is tested in the guest.
+nvidia.ko exports one function, which nvidia-uvm.ko calls. This is enough to test driver discovery,
+symbol versions and DKMS; the real driver's behavior is tested in the guest.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def prepare(version: str, jobs: int) -> Path:
 
 
 def check(folder: Path) -> None:
-    """Checks that the build is what a user gets: the driver's symbol versions, our parameters."""
+    """Checks that our module has the driver's symbol versions and our parameters."""
     nvidia, ours = read_module(folder / "nvidia.ko"), read_module(folder / "ours.ko")
     wanted = {name: crc for name, crc in ours.imports.items() if name.startswith("nvUvm")}
     if not wanted or any(nvidia.exports[name].crc != crc for name, crc in wanted.items()):

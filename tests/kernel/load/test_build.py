@@ -83,7 +83,7 @@ def test_another_driver_is_noticed(
     built = read_module(build_uvm(staged, headers.build, headers.source, another))
     (reason,) = wrong_symbols(built, nvidia)
     assert "linked against another nvidia.ko" in reason
-    # Built for the right nvidia.ko, the same tree does not keep the earlier build's versions.
+    # Rebuilt for the right nvidia.ko, the tree does not keep the earlier build's versions.
     built = read_module(build_uvm(staged, headers.build, headers.source, nvidia))
     assert wrong_symbols(built, nvidia) == []
 
@@ -129,7 +129,7 @@ def test_nvidia_ko_given(machine: System, installed: Path, headers: KernelHeader
             meeting(machine, release, version, path)
 
 
-# The source of the driver
+# The driver's source
 
 
 def test_nv_src_first(machine: System, tmp_path: Path, headers: KernelHeaders) -> None:

@@ -223,7 +223,7 @@ def test_what_cannot_be_allowed(
 
 
 def test_the_table_names_its_evidence() -> None:
-    """Each record that the table names is for that driver and kernel series, and has no failure."""
+    """Each record in the table is for its driver and kernel series, and contains no failures."""
     table = json.loads((PATCHES / "kernels.json").read_text(encoding="utf-8"))
     assert "535.261.03" in table["6.1"]
     for series, drivers in table.items():

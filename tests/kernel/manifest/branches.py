@@ -42,7 +42,7 @@ def architectures(version: str) -> tuple[str, ...]:
 
 
 def branch_tests(version: str) -> list[Test]:
-    """Returns the tests of one version, starting with those of the faster release build."""
+    """Returns the tests for a version, starting with those of the faster release build."""
     newest = architectures(version)[-1]
     found = []
     for kind in ("release", "debug"):

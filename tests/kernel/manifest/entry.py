@@ -10,7 +10,7 @@ __all__ = ["DELAYS", "DRIVER", "Test"]
 
 # The driver version on which all tests run. Other versions are built, and run some of the tests.
 DRIVER = "535.261.03"
-# A parameter of the software GPU for debug builds: delays each push by up to 200 us.
+# Software GPU parameter for debug builds: delays each push by up to 200 us.
 DELAYS = "delay_us=200"
 
 
@@ -56,7 +56,7 @@ class Test:
 
     @property
     def tree(self) -> tuple[str, ...]:
-        """The arguments of kernel_tree.py, except the option for the self-checking kernel."""
+        """The arguments for kernel_tree.py, except the option for the self-checking kernel."""
         words = [self.version, "--type", self.type]
         words += ["--mutant", self.mutant] if self.mutant else []
         words += ["--suite", self.suite] if self.suite else []

@@ -24,7 +24,7 @@ COUNTED = (("hopper", "release"), ("hopper", "debug"))
 
 
 def kernel_tests(suite: str, version: str) -> list[Test]:
-    """Returns the tests of a driver on the kernel of a Debian suite."""
+    """Returns a driver's tests on a Debian suite's kernel."""
     short = [test for test in (*c.TESTS, *pyvmem.TESTS) if not test.long]
     each = [
         replace(test, name=f"{test.name}-{arch}-{kind}", arch=arch, type=kind)

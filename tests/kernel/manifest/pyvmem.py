@@ -32,7 +32,7 @@ C_TESTS = (
 CHANGES = ("batch", "entries", "large", "move", "threads")
 # Fewer steps and rounds for the random tests; the long run does all of them.
 FEWER = ("ENTRIES_STEPS=100", "THREADS_ROUNDS=30")
-# The page tables of a failed GPU stay as they are: nothing can be written to them.
+# A failed GPU's page tables stay as they are, because they cannot be written.
 AFTER_A_FAILURE = (
     r"softgpu: error: gpu \d: frame [0-9a-f]+ freed while \d+ live entries map it",
     r"nvidia-uvm: vmem: process \d+ \(test_uvm\): a batch failed on a GPU",
@@ -52,7 +52,7 @@ def _uvm(name: str, argument: str = "", **options: object) -> Test:
 
 
 def _suite(name: str, tests: tuple[str, ...], **options: object) -> Test:
-    """Returns a test that runs C tests of libvmem one after another in one boot."""
+    """Returns a test that runs several of libvmem's C tests in one boot."""
     script = " ".join(f"echo == {test}; /test/test_{test} || bad=1;" for test in tests)
     values: dict[str, object] = {
         "name": f"lib-{name}",
@@ -115,7 +115,7 @@ TESTS = [
     _suite("c", C_TESTS, long=True),
     _suite("c-debug", C_TESTS, type="debug", module_args=DELAYS, long=True),
     _suite("stress", ("stress",), long=True),
-    # The column uvm of docs/compatibility.md is generated from this record.
+    # The uvm column in docs/compatibility.md is generated from this record.
     _python(
         "features",
         "vmem probe && vmem selftest --backend uvm --samples 0 --out /tmp/report.json &&"
