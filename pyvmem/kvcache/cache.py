@@ -61,7 +61,7 @@ __all__ = ["GroupView", "KVCache"]
 
 
 class GroupView(Facet):
-    """One group of layers that have the same shape: its tensors, addresses and reports.
+    """One group of layers that have the same shape: its tensors, addresses and statistics.
 
     Requests span all groups of the cache. Raises BadHandle once the cache is closed.
 
@@ -201,7 +201,7 @@ class KVCache(MustClose):
 
     caches: tuple[GroupView, ...]
     """The groups of layers of the same shape: one, or several in a `LayeredCache`, in the order in
-    which its layers first use them. Each has its own tensors, layout and reports."""
+    which its layers first use them. Each has its own tensors, layout and statistics."""
 
     memory: CacheMemory
     """Memory: how much calls need, how much is available, and the limit."""
@@ -296,8 +296,8 @@ class KVCache(MustClose):
         `pyvmem.engine` is safe to release twice.)
 
         The pages stay mapped for the next request, or are unmapped in the background, after the GPU
-        work on `stream` so far. Blocks only if copies of a move are running while another batch of
-        the slot is in flight.
+        work on `stream` so far. Blocks only if a move's copies are still running while another
+        batch on the slot is in flight.
 
         Args:
             reqid: the request's reqid, from `alloc_reqid`.
@@ -327,7 +327,7 @@ class KVCache(MustClose):
         memory once the prompt is computed.
 
         Use it for rejected tokens (speculative decoding), or to roll a request back. Only this call
-        shortens a running request: a smaller number in `step` removes nothing.
+        shortens a running request: passing a smaller number to `step` does not.
 
         The request's own pages stay mapped but unowned: the request uses them again when it grows,
         or other requests take them, after the GPU work on `stream` so far. This does not block.
@@ -338,7 +338,7 @@ class KVCache(MustClose):
         If a `step` grows the request again, rows hold their earlier contents where the page was
         kept: the page in which row ``length - 1`` ends, the pages that decoding reads past it
         (`KVCacheConfig.overread_decode`), and pages promised by a `step_async`. All other rows are
-        zero, or undefined without `KVCacheConfig.zero_fill`.
+        zero, or undefined if `KVCacheConfig.zero_fill` is off.
 
         Args:
             reqid: the request.
@@ -356,7 +356,7 @@ class KVCache(MustClose):
                 request); or a length other than 0 for a request with a state
                 (`KVCacheConfig.state`), which cannot be rolled back.
             TooManyMappings: splitting a mapping needs one more, and the context has none left;
-                nothing has changed. `free_reqid` needs none.
+                nothing has changed. `free_reqid` does not need one.
             NotRecoverable: rollback failed; the message names the reqid that must be freed.
             VMemError: the driver failed; nothing has changed.
         """
@@ -372,7 +372,7 @@ class KVCache(MustClose):
 
         Args:
             seq_lens: for every reqid, the number of tokens that the slot must hold; 0 for free
-                slots. A number below the rows that a request holds, such as 0, changes nothing
+                slots. A number below the rows that a request holds, such as 0, has no effect
                 (`truncate` removes rows).
             stream: the stream that will use the pages (None: torch's current stream). Fills may
                 still be running when this returns; the stream waits for them. If an event is
@@ -396,7 +396,7 @@ class KVCache(MustClose):
             return steps.step(self._open(), seq_lens, stream)
 
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
-        """Starts mapping, in the background, the pages that `step` needs for the same numbers.
+        """Starts mapping, in the background, the pages that `step` needs for the same lengths.
 
         Does not wait for GPU work or map calls. Starts reclaiming the memory that the growth needs:
         unowned pages are unmapped after the GPU work on them, also in other caches of the budget;
@@ -409,8 +409,8 @@ class KVCache(MustClose):
         context or the device; then the `step` returns -1.
 
         Args:
-            seq_lens: as in `step`. They may be a few tokens ahead of those of the next `step`,
-                which waits only for the pages that it needs. This hides even a slow driver call.
+            seq_lens: as in `step`. They may run a few tokens ahead of the next `step`, which waits
+                only for the pages that it needs. This hides even a slow driver call.
             stream: unused, accepted for symmetry; the `step` that follows orders its own stream.
 
         Returns:
@@ -460,7 +460,7 @@ class KVCache(MustClose):
                 including 0, would begin in unmapped rows; `into` is not free.
             NotSupported: the back end cannot map pages twice, or read-only.
             NotRecoverable: rollback failed; the message names the reqid that must be freed.
-            VMemError: the driver failed; the cache is in the same state as after None.
+            VMemError: the driver failed; the cache is in the same state as after a return of None.
         """
         forked = self.fork_many(reqid, 1, length, stream, None if into is None else [into])
         return None if forked is None else forked[0]
@@ -519,13 +519,13 @@ class KVCache(MustClose):
             The number of leading tokens that are recorded now; 0 if layers have a state
             (`KVCacheConfig.state`), which a recorded prefix cannot restore. If layers have a
             window, only tokens whose window is still mapped count. If rows before the end have left
-            the window, these are fewer than all, and nothing new is recorded.
+            the window, only tokens recorded earlier count, and nothing new is recorded.
 
         Raises:
             InvalidArgument: bad tokens or namespace, or a free reqid.
             NotSupported: as for `fork`.
             TooManyMappings: read-only pages need more mappings than the context has left; nothing
-                has changed. `free_reqid` with `tokens` needs none.
+                has changed. `free_reqid` with `tokens` does not need any.
             NotRecoverable, VMemError: as for `fork`.
         """
         work = PriorWork(stream, self._groups[0].device)
@@ -541,9 +541,9 @@ class KVCache(MustClose):
         later still had the rows before that point. Otherwise the match is shorter, or empty.
 
         The lease ends when `alloc_prefix` has used the match, when the match is released or
-        garbage-collected, and with ``trim(prefixes=True)``. Leased memory counts as unowned but
-        cannot be reclaimed. A match counts as a use of the prefix. Rows that continue it in host
-        memory are not leased; see `PrefixMatch.in_host`.
+        garbage-collected, or with ``trim(prefixes=True)``. Leased memory counts as unowned but
+        cannot be reclaimed. A match counts as a use of the prefix. Rows in host memory that
+        continue it are not leased; see `PrefixMatch.in_host`.
 
         Args:
             tokens: the prompt.
@@ -589,7 +589,7 @@ class KVCache(MustClose):
     # ---- preemption and admission ----------------------------------------------------------------
 
     def swap_out(self, reqid: int, stream: Any = None) -> SwappedRequest:
-        """Copies a request's rows to host memory and frees it, for `swap_in` later.
+        """Copies a request's rows to host memory and frees the request; `swap_in` restores it.
 
         Waits for the GPU work on `stream`, then for the copy. (To preempt by recomputation, just
         call `free_reqid`.)
@@ -600,8 +600,8 @@ class KVCache(MustClose):
 
         Raises:
             InvalidArgument: no such reqid, or it is free.
-            OutOfMemory: rows have left a window, and memory for the pages of all tokens, which
-                `swap_in` needs temporarily, is short; nothing has changed.
+            OutOfMemory: rows have left a window, and there is too little memory for the pages of
+                all tokens, which `swap_in` needs temporarily; nothing has changed.
             MemoryError: host memory is short; nothing has changed.
             VMemError: as for `step`; nothing has changed.
         """
@@ -752,7 +752,7 @@ class KVCache(MustClose):
         stream: Any = None,
         wait: bool = True,
     ) -> Moved:
-        """Moves pages of a request to another memory; addresses and rows stay the same.
+        """Moves pages of a request to another tier; addresses and rows stay the same.
 
         Moves all of them or none. New pages of the request are always allocated in device memory,
         even after a move. Shared pages are not moved. Waits for moves and promotions of the request
@@ -816,7 +816,7 @@ class KVCache(MustClose):
     def tensors(self) -> list[torch.Tensor]:
         """The tensors: K, then V, for every `group_size` layers.
 
-        With `tensors_per_layer` 1, there is one tensor instead of the two.
+        If `tensors_per_layer` is 1, there is one tensor instead of two.
 
         Every tensor is ``[max_batch, max_seq_len, group_size, num_kv_heads, head_dim]``. Only
         mapped rows may be touched. A live tensor keeps the cache from closing. A `LayeredCache`

@@ -27,8 +27,8 @@ __all__ = [
 ]
 
 AHEAD_TOKENS = 8
-"""The `KVCacheConfig.ahead_tokens` that engines and plugins use: at 20 ms per token, enough to hide
-a driver call that stalls for 100 ms."""
+"""Value of `KVCacheConfig.ahead_tokens` that engines and plugins use; at 20 ms per token, enough to
+hide a driver call that stalls for 100 ms."""
 
 PREFILL_TOKENS = 16
 """A step that adds more tokens than this to a request counts as a prefill or a chunk of a prefill;
@@ -181,7 +181,7 @@ class KVCacheConfig:
         idle_prefixes: when idle, also evict recorded prefixes.
         idle_compact: when idle, also compact live pages, so that the memory between them returns to
             the device, slab by slab: an incoming call waits for one slab at most. None: only while
-            no request is active, or if all numbers in the last `step` were 0, so that nothing can
+            no request is active, or if all lengths in the last `step` were 0, so that nothing can
             be reading the pages that move. (A request that was in the last step may have work
             queued on the GPU, or about to be launched, for as long as its prefill takes.) True:
             regardless of the last `step`; the engine promises to launch no work on the cache from

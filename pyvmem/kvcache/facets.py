@@ -71,9 +71,9 @@ class CacheMemory(Facet):
             return pages * self._groups[0].layout.page_size
 
     def for_step(self, seq_lens: Sequence[int]) -> int:
-        """Returns `for_request` summed over all requests, for a `step` with these numbers.
+        """Returns `for_request` summed over all requests, for a `step` to these lengths.
 
-        Raises InvalidArgument for numbers that `step` rejects.
+        Raises InvalidArgument for lengths that `step` rejects.
         """
         with self._lock, self._journal:
             return admission.lacking(self._open(), seq_lens)
@@ -127,7 +127,7 @@ class CacheMemory(Facet):
             self._journal.change([[group.reclaimer, "limit", count]])
 
     def reclaim_free(self, keep: Collection[int] = (), *, wait: bool = False) -> None:
-        """Unmaps the pages of free slots in the background, after their owners' GPU work.
+        """Unmaps the pages of free slots in the background, after their earlier owners' GPU work.
 
         Args:
             keep: reqids whose pages stay mapped.
@@ -210,8 +210,8 @@ class CacheSlots(Facet):
     def is_ready(self, reqid: int, seq_len: int) -> bool:
         """Returns whether a `step` of a request to `seq_len` tokens would neither map nor wait.
 
-        True once a growth that `step_async` started is complete, even before a `step` grants its
-        pages. Also True if the growth failed; the next `step` reports the failure.
+        True once growth that `step_async` started is complete, even before a `step` grants its
+        pages. Also True if that growth failed; the next `step` reports the failure.
 
         Args:
             reqid: a slot in use.

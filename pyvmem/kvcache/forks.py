@@ -49,7 +49,7 @@ class _Fork:
         pages: end of each new slot's granted pages.
         slots: the new slots, without pages.
         goals: end of each new slot's mapped pages; see `Runs`.
-        job: the growth that counts the new pages.
+        job: the `Growth` that counts the new pages.
     """
 
     group: Group

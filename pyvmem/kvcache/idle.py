@@ -121,7 +121,7 @@ class IdleThread:
     def _store(manager: Manager) -> bool | None:
         """Evicts prefixes to host memory.
 
-        Returns True if more may be left to do, False when done, and None while GPU work is running.
+        Returns True if more work may remain, False when done, and None while GPU work is running.
         """
         config, prefixes = manager.groups[0].config, manager.groups[0].prefixes
         if not config.host_prefixes or not config.idle_prefixes:
@@ -152,7 +152,7 @@ class IdleThread:
     def _compact(manager: Manager) -> bool | None:
         """Compacts a slab if that is safe.
 
-        Returns True if more may be left to do, False when done, and None while GPU work is running.
+        Returns True if more work may remain, False when done, and None while GPU work is running.
         """
         wanted = manager.groups[0].config.idle_compact
         if wanted is False or not manager.owns_context:

@@ -97,7 +97,7 @@ def _load(groups: Sequence[Group], slots: Sequence[Slot], match: PrefixMatch) ->
 
 
 def _count_prompt(group: Group, prompt: tuple[int, int, bool], by: int) -> None:
-    """Counts a prompt: its tokens, the recorded tokens, and whether these were still mapped.
+    """Counts a prompt, its tokens, the recorded ones, and whether these were still mapped.
 
     Callers count the prompt last, and through the journal, so that an interrupted call is not
     counted.

@@ -718,7 +718,7 @@ class PrefixCache:
         return bool(holders)
 
     def leased(self, place: int) -> int:
-        """Returns how many pages per tensor are used by no request but protected by leases."""
+        """Returns how many pages per tensor are not used by any request but protected by leases."""
         if not self.leases:
             return 0
         return self._kept_pages(place, self.leases.kept())
