@@ -14,7 +14,7 @@ others and reclaim from them without deadlock, and whether a call gets its memor
 the order of calls.
 
 Several engines may share a budget, each making calls back to back in its own thread. With a
-`threading.RLock`, the thread that has just released the lock takes it again before another thread
+`threading.RLock`, the thread that has just released the lock reacquires it before another thread
 wakes up. In one measurement with two caches, a call that maps nothing waited behind a thousand
 calls to the other cache. `FairLock` is therefore passed to the first waiter.
 
@@ -147,7 +147,7 @@ class Budget(Closable):
     is short, the caches return unowned pages, down to their floors. A background thread does the
     same, under the lock, so that memory is returned even while no cache is called. `vmem top` shows
     the budget, and `vmem limit` lowers its ceiling. `pyvmem.announce` registers an engine that
-    allocates memory by itself.
+    allocates its own memory.
 
     Thread-safe. Calls to its caches run one at a time, even if one waits for GPU work.
 
@@ -363,7 +363,7 @@ class Budget(Closable):
             ledger = self._ledger
             if ledger is None:
                 return False
-            if not self.context.is_open:  # closing it freed the caches' pages
+            if not self.context.is_open:  # closing the context freed the caches' pages
                 ledger.close()
                 return False
             self._poll()
@@ -383,7 +383,7 @@ class Budget(Closable):
 
     def _reclaim(self, nbytes: int) -> None:
         if nbytes > 0 and self._shares:
-            # This share belongs to no cache, so its `others` lists all caches.
+            # This share does not belong to a cache, so its `others` lists all caches.
             everyone = Share(self, self._shares[0].pager, 0)
             everyone.begin_unmaps(nbytes, {})
             if (missing := nbytes - everyone.returning()) > 0:
@@ -523,7 +523,7 @@ class Share:
         return found
 
     def begin_unmaps(self, nbytes: int, keep: Mapping[Slot, int], *, now: bool = True) -> None:
-        """Makes the other caches start unmapping unowned pages, enough to free `nbytes`.
+        """Makes the other caches start unmapping enough unowned pages to free `nbytes`.
 
         `keep` maps slots to the pages per tensor that each must keep. For `now`, see
         `Reclaimer.unmap`.

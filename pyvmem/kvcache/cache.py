@@ -156,8 +156,8 @@ class GroupView(Facet):
         )
         elements = tuple(stride // item for stride in strides)
         offset = layout.offset(0, 0, index)
-        # Not kept in a local variable: `Reservation.tensor` may import torch, which holds on to
-        # this frame.
+        # Not stored in a local variable, because `Reservation.tensor` may import torch, which holds
+        # on to this frame.
         return cast("torch.Tensor", self.reservation.tensor(shape, config.dtype, elements, offset))
 
 
@@ -276,7 +276,8 @@ class KVCache(MustClose):
 
         Chooses the best fit: the free slot with the fewest mapped pages that suffice or, if none
         has enough, the slot with the most. Ties go to the slot that has been free longest. The call
-        itself maps nothing; with `eager_pages`, the next slot is prepared in the background.
+        itself does not map any pages; with `eager_pages`, the next slot is prepared in the
+        background.
 
         Returns:
             The reqid, an index into the list passed to `step`; None if no slot is free.
@@ -385,8 +386,8 @@ class KVCache(MustClose):
             started; `stats` reports the time spent waiting.
 
         Raises:
-            InvalidArgument: wrong length, a negative or too large number, or a number for a free
-                slot.
+            InvalidArgument: `seq_lens` has the wrong length, or a number in it is negative, too
+                large or for a free slot.
             VMemError: the driver failed, now or in a background batch of an earlier call. That
                 batch was undone, the cache is consistent, and the call may be repeated.
         """
@@ -399,10 +400,10 @@ class KVCache(MustClose):
         """Starts mapping, in the background, the pages that `step` needs for the same lengths.
 
         Does not wait for GPU work or map calls. Starts reclaiming the memory that the growth needs:
-        unowned pages are unmapped after the GPU work on them, also in other caches of the budget;
-        prefixes are evicted; copies for a promotion are cancelled. A later call starts the growth
-        with these pages, or the `step` waits for them. The same applies if GPU work of an earlier
-        owner delays a slot, or if an earlier call is still mapping pages of the request.
+        unowned pages are unmapped after the GPU work on them, including in other caches of the
+        budget; prefixes are evicted; copies for a promotion are cancelled. A later call starts the
+        growth with these pages, or the `step` waits for them. The same applies if GPU work of an
+        earlier owner delays a slot, or if an earlier call is still mapping pages of the request.
 
         A shortage is reported by this call, with one exception: memory that is not mapped yet when
         this returns may be taken by a call in between, such as a `fork`, or by another user of the
@@ -609,7 +610,7 @@ class KVCache(MustClose):
         return waits.when_clear(self._manager, waits.before_swap_out, swap.swap_out, reqid, work)
 
     def swap_in(self, swapped: SwappedRequest, stream: Any = None) -> int | None:
-        """Restores a swapped-out request, into any slot.
+        """Restores a swapped-out request into any free slot.
 
         Args:
             swapped: a request that this cache swapped out; closed afterwards.
@@ -894,7 +895,7 @@ class KVCache(MustClose):
         """Compares the cache's records with each other and, page by page, with the context's.
 
         Costs one query per run of pages. Skips pages that a batch in flight is changing; if no
-        batch is in flight, the context's own check runs as well.
+        batch is in flight, the context's own check also runs.
 
         Raises:
             IntegrityError: lists every contradiction found.

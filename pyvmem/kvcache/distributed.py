@@ -697,7 +697,7 @@ class ParallelKVCache(KVCache):
         Raises:
             TooManyMappings: this rank is out of mappings. Call `check_step`, where the other ranks
                 wait and every rank undoes the step. With a sliding window this is a failure.
-            VMemError: this rank failed. Call `check_step` on this rank as well.
+            VMemError: this rank failed. It must also call `check_step`.
         """
 
         def call() -> int:

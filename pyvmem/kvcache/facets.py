@@ -178,7 +178,8 @@ class CacheSlots(Facet):
         """Returns a slot's owner number, which changes with every owner; None if the slot is free.
 
         `owner`, `owners` and `seq_len` are for callers that keep their own records of requests:
-        they only read numbers, so they work even while the `journal` recovers an interrupted call.
+        they only read plain fields, so they work even while the `journal` recovers an interrupted
+        call.
 
         Raises InvalidArgument for a reqid that does not exist.
         """
@@ -196,8 +197,8 @@ class CacheSlots(Facet):
     def capacity(self, reqid: int) -> int:
         """Returns the number of tokens that a slot in use has pages for.
 
-        A `step` up to this number maps nothing. With several groups of layers, this is the minimum
-        over the groups.
+        A `step` up to this number does not map any pages. With several groups of layers, this is
+        the minimum over the groups.
 
         Raises:
             InvalidArgument: no such reqid, or it is free.

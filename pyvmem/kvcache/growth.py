@@ -125,7 +125,7 @@ class Pager:
     def scan(self, seq_lens: Sequence[int]) -> tuple[array[int], int, list[int]]:
         """Validates a step's lengths and finds the slots that need more pages.
 
-        A length below the rows held, such as 0, changes nothing.
+        A length below the rows held, such as 0, has no effect.
 
         Returns:
             The rows that each slot holds after the step, their sum, and the indices of slots that
@@ -180,9 +180,9 @@ class Pager:
     def grow_ahead(self) -> None:
         """Starts mapping the next pages of requests that are near the end of their pages.
 
-        Uses only free memory above the watermark, and only while mappings are not scarce; reclaims
-        nothing. A later step grants the pages, or they are reclaimed when another request is short
-        of memory.
+        Uses only free memory above the watermark, and only while mappings are not scarce; does not
+        reclaim anything. A later step grants the pages, or they are reclaimed when another request
+        is short of memory.
         """
         reclaimer, layout = self.reclaimer, self.layout
         kept = reclaimer.low_pages
@@ -428,7 +428,7 @@ class Pager:
             return False
         return True
 
-    # ---- completing growths and granting pages ---------------------------------------------------
+    # ---- completing growth and granting pages ----------------------------------------------------
 
     def _complete(self, job: Growth, stream: Any, on_cpu: bool = False) -> VMemError | None:
         """Waits for `job`, then grants its pages or, if it failed, undoes it and returns the error.
@@ -805,7 +805,7 @@ def _others(needs: Needs) -> Share | None:
 
 
 def can_reclaim_for(needs: Needs, keep: Mapping[Slot, int]) -> bool:
-    """Like `within_reach`, but first waits for idle growths and, if needed, cancels promotions."""
+    """Like `within_reach`, but first waits for idle growth and, if needed, cancels promotions."""
     others = _others(needs)
     for pager, _ in needs:
         if pager.growths:

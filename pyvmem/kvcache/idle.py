@@ -33,7 +33,7 @@ class IdleThread:
 
     The thread stops when the cache is closed. An idle engine makes no calls, so calls cannot detect
     that it is idle. The thread checks a few times within `seconds` whether a request was allocated,
-    freed or stepped, which costs those calls nothing. Live pages are compacted slab by slab
+    freed or stepped, at no cost to those calls. Live pages are compacted slab by slab
     (`Context.compact`), with the lock released between slabs: an incoming call waits for one slab
     (at most half of its pages are copied and remapped) and stops the compaction.
 

@@ -399,7 +399,7 @@ class PrefixTree(Generic[S]):
 
     Args:
         unit: tokens per unit, at least 1.
-        change: applies edits of the tree, such as `Journal.change`; None: edits cannot be undone.
+        change: applies edits to the tree, such as `Journal.change`; None: edits cannot be undone.
 
     Attributes:
         root: the root of prefixes without a namespace.

@@ -91,7 +91,7 @@ class Share(Protocol):
         """Returns a copy of the share whose `others` leaves out the reclaimers in `own`."""
 
     def begin_unmaps(self, nbytes: int, keep: Mapping[Slot, int], *, now: bool = True) -> None:
-        """Makes the other caches start unmapping unowned pages, enough to free `nbytes`."""
+        """Makes the other caches start unmapping enough unowned pages to free `nbytes`."""
 
     def evict(self, nbytes: int) -> int:
         """Makes the other caches evict `nbytes` of recorded prefixes that no request uses.
@@ -694,8 +694,7 @@ class Reclaimer:
 
     def spare(self, keep: Mapping[Slot, int]) -> int:
         """Returns how many device pages per tensor are unowned, excluding those being unmapped."""
-        # This includes the surplus of slots with an unmap in flight, which can be unmapped after
-        # that.
+        # This includes the surplus of slots with an unmap in flight, which can be unmapped later.
         spare = self.table.columns.spare
         for slot in keep:
             job = slot.job

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Chooses the length of the runs by which requests grow.
+"""Chooses the run lengths by which requests grow.
 
 A driver call makes one mapping of a physical run, and a context's mappings are limited
 (`ContextInfo.max_mappings`): on ``stock`` to 237,568, which cover 15 GB if each maps a 64 KB page.

@@ -94,7 +94,7 @@ class Sharing:
     def _adopt_edits(
         self, slot: Slot, pieces: list[Held], events: list[Any], unit_pages: int
     ) -> list[list[Any]]:
-        """Returns the edits of `adopt`."""
+        """Returns the edits for `adopt`."""
         parts, new, large_end = list(slot.span.parts), [], slot.large_end
         for handle, low, high, tier in pieces:
             new.append(Block(handle, high - low, list(events), tier))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Slot records, and the choice of slots to allocate, grow or unmap. Maps nothing.
+"""Slot records, and the choice of slots to allocate, grow or unmap. Does no mapping itself.
 
 The pages of a slot, counted per tensor (they are the same in every tensor):
 

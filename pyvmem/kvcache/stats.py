@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Statistics of a cache."""
+"""Cache statistics."""
 
 from __future__ import annotations
 
