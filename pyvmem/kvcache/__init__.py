@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """A KV cache whose requests are contiguous in virtual memory and mapped as they grow.
 
-The modules, each of which imports only from those before it:
+The modules in import order; each imports only from those above it:
 
     config, layout          the model's shape and the policy; offsets in the reservation
     events                  the caller's GPU work
@@ -20,7 +20,7 @@ The modules, each of which imports only from those before it:
     requests, mappings      allocating and releasing slots; a report of who holds driver mappings
     steps, admission        pages for the next tokens; queries whether requests fit
     truncation, forks       dropping rows; requests that begin with another's rows
-    tiers, swap             pages in other memory; swapping rows to host memory
+    tiers, swap             moving pages to other tiers; swapping rows to host memory
     prefix_alloc            requests that begin with a recorded prefix
     trim, idle              returning memory, in a call or in a thread
     common_pages            pages mapped in every slot

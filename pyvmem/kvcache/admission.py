@@ -73,7 +73,7 @@ def _matches(
 def _pages(group: Group, each: list[int], matches: Sequence[PrefixMatch | None]) -> int:
     """Returns how many physical pages requests with these page counts need.
 
-    The pages of their prefixes are not counted.
+    Excludes the pages of their prefixes.
     """
     kept = group.prefixes.kept_pages
     pages = sum(each) - sum(kept(group.place, match) for match in matches if match is not None)
@@ -96,8 +96,8 @@ def _find_mappings(groups: Sequence[Group], each: list[list[int]]) -> bool:
 def _context_has(group: Group, need: int) -> bool:
     """Returns whether the context's pool and its device can supply `need` bytes.
 
-    `need` must not include what the groups' own idle pages cover. The bytes that other caches of
-    the budget can give are subtracted here.
+    `need` must not include what the groups' own idle pages cover. The bytes that other caches in
+    the budget can give up are subtracted here.
     """
     share, context = group.reclaimer.share, group.context
     if share is not None:

@@ -9,19 +9,19 @@ A cache that uses more than its floor (left) and one that uses less (right), in 
 
 The sum of ``max(used, floor)`` over the caches never exceeds the budget's total.
 
-All caches of a budget use one lock. A cache that is short of memory can therefore inspect the
+All caches in a budget share one lock. A cache that is short of memory can therefore inspect the
 others and reclaim from them without deadlock, and whether a call gets its memory depends only on
 the order of calls.
 
 Several engines may share a budget, each making calls back to back in its own thread. With a
-`threading.RLock`, the thread that has just released the lock takes it again before another thread
-wakes up. In a measurement with two caches, a call that maps nothing waited for a thousand calls of
-the other cache. `FairLock` is therefore passed to the first waiter.
+`threading.RLock`, the thread that has just released the lock reacquires it before another thread
+wakes up. In one measurement with two caches, a call that maps nothing waited behind a thousand
+calls to the other cache. `FairLock` is therefore passed to the first waiter.
 
 A call holds the lock while it waits for GPU work, so a call to one cache may take as long as the
-GPU work on another cache's free slots. That work must therefore finish without another call to any
-cache of the budget. Work that is already launched does. An `FdEvent` that a thread sets only after
-its next call would deadlock.
+GPU work on another cache's free slots. That work must therefore be able to finish without another
+call to any cache in the budget. Work that has already been launched can. An `FdEvent` that a thread
+sets only after its next call would deadlock.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class FairLock(RLock):  # type: ignore[misc]  # final only for type checkers
 
 
 # Fraction of a GPU's free memory that a cache uses by default; kernels, libraries and graphs need
-# the remainder. `Policy.memory_share` is less, since it also leaves room for activations.
+# the remainder. `Policy.memory_share` is lower, since it also leaves room for activations.
 _PART_OF_CARD = 0.9
 _HEADROOM = 256 << 20  # bytes taken from a ledger ahead of need; at most 1/16 of the budget
 
@@ -141,13 +141,13 @@ class Budget(Closable):
     down to their floors. Pages that a request owns are never taken.
 
     With a ledger, the total is only a ceiling. The budget then counts as one of the ledger's
-    engines, next to those of other processes (such as vLLM), and may use the memory that the ledger
-    grants it. A call that is short of memory posts the shortage in the ledger and returns -1 or
-    False as usual; a later call gets the memory that other engines returned. When another engine is
-    short, the caches return unowned pages, down to their floors. A background thread does the same,
-    under the lock, so that memory is returned even while no cache is called. `vmem top` shows the
-    budget, and `vmem limit` lowers its ceiling. `pyvmem.announce` registers an engine that
-    allocates memory by itself.
+    engines, alongside those in other processes (such as vLLM), and may use the memory that the
+    ledger grants it. A call that is short of memory posts the shortage in the ledger and returns -1
+    or False as usual; a later call gets the memory that other engines returned. When another engine
+    is short, the caches return unowned pages, down to their floors. A background thread does the
+    same, under the lock, so that memory is returned even while no cache is called. `vmem top` shows
+    the budget, and `vmem limit` lowers its ceiling. `pyvmem.announce` registers an engine that
+    allocates its own memory.
 
     Thread-safe. Calls to its caches run one at a time, even if one waits for GPU work.
 
@@ -355,7 +355,7 @@ class Budget(Closable):
     # ---- the ledger ------------------------------------------------------------------------------
 
     def _tend(self) -> bool:
-        """Runs one tick of the thread: gives back or takes memory, and reports the use.
+        """Runs one pass of the thread: returns or takes memory, and reports memory use.
 
         Returns False to stop the thread.
         """
@@ -363,7 +363,7 @@ class Budget(Closable):
             ledger = self._ledger
             if ledger is None:
                 return False
-            if not self.context.is_open:  # closing it freed the caches' pages
+            if not self.context.is_open:  # closing the context freed the caches' pages
                 ledger.close()
                 return False
             self._poll()
@@ -383,7 +383,7 @@ class Budget(Closable):
 
     def _reclaim(self, nbytes: int) -> None:
         if nbytes > 0 and self._shares:
-            # This share belongs to no cache, so its `others` lists all caches.
+            # This share does not belong to a cache, so its `others` lists all caches.
             everyone = Share(self, self._shares[0].pager, 0)
             everyone.begin_unmaps(nbytes, {})
             if (missing := nbytes - everyone.returning()) > 0:
@@ -444,7 +444,7 @@ class Share:
         return self.budget.total_bytes
 
     def beyond(self) -> int:
-        """Returns how many bytes the ledger could grant when last read; 0 without a ledger."""
+        """Returns how many bytes the ledger could grant when last read; 0 if there is no ledger."""
         return 0 if self.budget._ledger is None else self.budget._ledger.hint
 
     def take(self, nbytes: int) -> None:
@@ -483,7 +483,7 @@ class Share:
         return sum(one._returning() for one in self._rest())
 
     def finish_idle(self) -> None:
-        """Waits for in-flight growths of the other caches that no request is waiting for."""
+        """Waits for growth in the other caches that no request is waiting for."""
         for one in self._rest():
             one.pager.finish_idle()
 
@@ -523,7 +523,7 @@ class Share:
         return found
 
     def begin_unmaps(self, nbytes: int, keep: Mapping[Slot, int], *, now: bool = True) -> None:
-        """Makes the other caches start unmapping unowned pages, enough to free `nbytes`.
+        """Makes the other caches start unmapping enough unowned pages to free `nbytes`.
 
         `keep` maps slots to the pages per tensor that each must keep. For `now`, see
         `Reclaimer.unmap`.
@@ -579,11 +579,11 @@ class Share:
 
     @property
     def _column(self) -> int:
-        """Total size of a page in every tensor. Slots and prefixes free multiples of it."""
+        """Total size of one page in every tensor; memory is freed in multiples of it."""
         return self.layout.page_size * self.layout.num_tensors
 
     def _excess(self) -> int:
-        """Returns how many bytes above its floor the cache uses, except those being unmapped."""
+        """Returns how many bytes above its floor the cache uses, excluding those being unmapped."""
         returning = self.reclaimer.returning * self.layout.page_size
         return max(0, self.used - returning - self.floor)
 

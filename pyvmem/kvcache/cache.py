@@ -61,7 +61,7 @@ __all__ = ["GroupView", "KVCache"]
 
 
 class GroupView(Facet):
-    """One group of layers that have the same shape: its tensors, addresses and reports.
+    """One group of layers that have the same shape: its tensors, addresses and statistics.
 
     Requests span all groups of the cache. Raises BadHandle once the cache is closed.
 
@@ -156,8 +156,8 @@ class GroupView(Facet):
         )
         elements = tuple(stride // item for stride in strides)
         offset = layout.offset(0, 0, index)
-        # Not kept in a local variable: `Reservation.tensor` may import torch, which holds on to
-        # this frame.
+        # Not stored in a local variable, because `Reservation.tensor` may import torch, which holds
+        # on to this frame.
         return cast("torch.Tensor", self.reservation.tensor(shape, config.dtype, elements, offset))
 
 
@@ -201,7 +201,7 @@ class KVCache(MustClose):
 
     caches: tuple[GroupView, ...]
     """The groups of layers of the same shape: one, or several in a `LayeredCache`, in the order in
-    which its layers first use them. Each has its own tensors, layout and reports."""
+    which its layers first use them. Each has its own tensors, layout and statistics."""
 
     memory: CacheMemory
     """Memory: how much calls need, how much is available, and the limit."""
@@ -276,7 +276,8 @@ class KVCache(MustClose):
 
         Chooses the best fit: the free slot with the fewest mapped pages that suffice or, if none
         has enough, the slot with the most. Ties go to the slot that has been free longest. The call
-        itself maps nothing; with `eager_pages`, the next slot is prepared in the background.
+        itself does not map any pages; with `eager_pages`, the next slot is prepared in the
+        background.
 
         Returns:
             The reqid, an index into the list passed to `step`; None if no slot is free.
@@ -296,8 +297,8 @@ class KVCache(MustClose):
         `pyvmem.engine` is safe to release twice.)
 
         The pages stay mapped for the next request, or are unmapped in the background, after the GPU
-        work on `stream` so far. Blocks only if copies of a move are running while another batch of
-        the slot is in flight.
+        work on `stream` so far. Blocks only if a move's copies are still running while another
+        batch on the slot is in flight.
 
         Args:
             reqid: the request's reqid, from `alloc_reqid`.
@@ -327,7 +328,7 @@ class KVCache(MustClose):
         memory once the prompt is computed.
 
         Use it for rejected tokens (speculative decoding), or to roll a request back. Only this call
-        shortens a running request: a smaller number in `step` removes nothing.
+        shortens a running request: passing a smaller number to `step` does not.
 
         The request's own pages stay mapped but unowned: the request uses them again when it grows,
         or other requests take them, after the GPU work on `stream` so far. This does not block.
@@ -338,7 +339,7 @@ class KVCache(MustClose):
         If a `step` grows the request again, rows hold their earlier contents where the page was
         kept: the page in which row ``length - 1`` ends, the pages that decoding reads past it
         (`KVCacheConfig.overread_decode`), and pages promised by a `step_async`. All other rows are
-        zero, or undefined without `KVCacheConfig.zero_fill`.
+        zero, or undefined if `KVCacheConfig.zero_fill` is off.
 
         Args:
             reqid: the request.
@@ -356,7 +357,7 @@ class KVCache(MustClose):
                 request); or a length other than 0 for a request with a state
                 (`KVCacheConfig.state`), which cannot be rolled back.
             TooManyMappings: splitting a mapping needs one more, and the context has none left;
-                nothing has changed. `free_reqid` needs none.
+                nothing has changed. `free_reqid` does not need one.
             NotRecoverable: rollback failed; the message names the reqid that must be freed.
             VMemError: the driver failed; nothing has changed.
         """
@@ -372,7 +373,7 @@ class KVCache(MustClose):
 
         Args:
             seq_lens: for every reqid, the number of tokens that the slot must hold; 0 for free
-                slots. A number below the rows that a request holds, such as 0, changes nothing
+                slots. A number below the rows that a request holds, such as 0, has no effect
                 (`truncate` removes rows).
             stream: the stream that will use the pages (None: torch's current stream). Fills may
                 still be running when this returns; the stream waits for them. If an event is
@@ -385,8 +386,8 @@ class KVCache(MustClose):
             started; `stats` reports the time spent waiting.
 
         Raises:
-            InvalidArgument: wrong length, a negative or too large number, or a number for a free
-                slot.
+            InvalidArgument: `seq_lens` has the wrong length, or a number in it is negative, too
+                large or for a free slot.
             VMemError: the driver failed, now or in a background batch of an earlier call. That
                 batch was undone, the cache is consistent, and the call may be repeated.
         """
@@ -396,21 +397,21 @@ class KVCache(MustClose):
             return steps.step(self._open(), seq_lens, stream)
 
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
-        """Starts mapping, in the background, the pages that `step` needs for the same numbers.
+        """Starts mapping, in the background, the pages that `step` needs for the same lengths.
 
         Does not wait for GPU work or map calls. Starts reclaiming the memory that the growth needs:
-        unowned pages are unmapped after the GPU work on them, also in other caches of the budget;
-        prefixes are evicted; copies for a promotion are cancelled. A later call starts the growth
-        with these pages, or the `step` waits for them. The same applies if GPU work of an earlier
-        owner delays a slot, or if an earlier call is still mapping pages of the request.
+        unowned pages are unmapped after the GPU work on them, including in other caches of the
+        budget; prefixes are evicted; copies for a promotion are cancelled. A later call starts the
+        growth with these pages, or the `step` waits for them. The same applies if GPU work of an
+        earlier owner delays a slot, or if an earlier call is still mapping pages of the request.
 
         A shortage is reported by this call, with one exception: memory that is not mapped yet when
         this returns may be taken by a call in between, such as a `fork`, or by another user of the
         context or the device; then the `step` returns -1.
 
         Args:
-            seq_lens: as in `step`. They may be a few tokens ahead of those of the next `step`,
-                which waits only for the pages that it needs. This hides even a slow driver call.
+            seq_lens: as in `step`. They may run a few tokens ahead of the next `step`, which waits
+                only for the pages that it needs. This hides even a slow driver call.
             stream: unused, accepted for symmetry; the `step` that follows orders its own stream.
 
         Returns:
@@ -460,7 +461,7 @@ class KVCache(MustClose):
                 including 0, would begin in unmapped rows; `into` is not free.
             NotSupported: the back end cannot map pages twice, or read-only.
             NotRecoverable: rollback failed; the message names the reqid that must be freed.
-            VMemError: the driver failed; the cache is in the same state as after None.
+            VMemError: the driver failed; the cache is in the same state as after a return of None.
         """
         forked = self.fork_many(reqid, 1, length, stream, None if into is None else [into])
         return None if forked is None else forked[0]
@@ -519,13 +520,13 @@ class KVCache(MustClose):
             The number of leading tokens that are recorded now; 0 if layers have a state
             (`KVCacheConfig.state`), which a recorded prefix cannot restore. If layers have a
             window, only tokens whose window is still mapped count. If rows before the end have left
-            the window, these are fewer than all, and nothing new is recorded.
+            the window, only tokens recorded earlier count, and nothing new is recorded.
 
         Raises:
             InvalidArgument: bad tokens or namespace, or a free reqid.
             NotSupported: as for `fork`.
             TooManyMappings: read-only pages need more mappings than the context has left; nothing
-                has changed. `free_reqid` with `tokens` needs none.
+                has changed. `free_reqid` with `tokens` does not need any.
             NotRecoverable, VMemError: as for `fork`.
         """
         work = PriorWork(stream, self._groups[0].device)
@@ -541,9 +542,9 @@ class KVCache(MustClose):
         later still had the rows before that point. Otherwise the match is shorter, or empty.
 
         The lease ends when `alloc_prefix` has used the match, when the match is released or
-        garbage-collected, and with ``trim(prefixes=True)``. Leased memory counts as unowned but
-        cannot be reclaimed. A match counts as a use of the prefix. Rows that continue it in host
-        memory are not leased; see `PrefixMatch.in_host`.
+        garbage-collected, or with ``trim(prefixes=True)``. Leased memory counts as unowned but
+        cannot be reclaimed. A match counts as a use of the prefix. Rows in host memory that
+        continue it are not leased; see `PrefixMatch.in_host`.
 
         Args:
             tokens: the prompt.
@@ -589,7 +590,7 @@ class KVCache(MustClose):
     # ---- preemption and admission ----------------------------------------------------------------
 
     def swap_out(self, reqid: int, stream: Any = None) -> SwappedRequest:
-        """Copies a request's rows to host memory and frees it, for `swap_in` later.
+        """Copies a request's rows to host memory and frees the request; `swap_in` restores it.
 
         Waits for the GPU work on `stream`, then for the copy. (To preempt by recomputation, just
         call `free_reqid`.)
@@ -600,8 +601,8 @@ class KVCache(MustClose):
 
         Raises:
             InvalidArgument: no such reqid, or it is free.
-            OutOfMemory: rows have left a window, and memory for the pages of all tokens, which
-                `swap_in` needs temporarily, is short; nothing has changed.
+            OutOfMemory: rows have left a window, and there is too little memory for the pages of
+                all tokens, which `swap_in` needs temporarily; nothing has changed.
             MemoryError: host memory is short; nothing has changed.
             VMemError: as for `step`; nothing has changed.
         """
@@ -609,7 +610,7 @@ class KVCache(MustClose):
         return waits.when_clear(self._manager, waits.before_swap_out, swap.swap_out, reqid, work)
 
     def swap_in(self, swapped: SwappedRequest, stream: Any = None) -> int | None:
-        """Restores a swapped-out request, into any slot.
+        """Restores a swapped-out request into any free slot.
 
         Args:
             swapped: a request that this cache swapped out; closed afterwards.
@@ -752,7 +753,7 @@ class KVCache(MustClose):
         stream: Any = None,
         wait: bool = True,
     ) -> Moved:
-        """Moves pages of a request to another memory; addresses and rows stay the same.
+        """Moves pages of a request to another tier; addresses and rows stay the same.
 
         Moves all of them or none. New pages of the request are always allocated in device memory,
         even after a move. Shared pages are not moved. Waits for moves and promotions of the request
@@ -816,7 +817,7 @@ class KVCache(MustClose):
     def tensors(self) -> list[torch.Tensor]:
         """The tensors: K, then V, for every `group_size` layers.
 
-        With `tensors_per_layer` 1, there is one tensor instead of the two.
+        If `tensors_per_layer` is 1, there is one tensor instead of two.
 
         Every tensor is ``[max_batch, max_seq_len, group_size, num_kv_heads, head_dim]``. Only
         mapped rows may be touched. A live tensor keeps the cache from closing. A `LayeredCache`
@@ -894,7 +895,7 @@ class KVCache(MustClose):
         """Compares the cache's records with each other and, page by page, with the context's.
 
         Costs one query per run of pages. Skips pages that a batch in flight is changing; if no
-        batch is in flight, the context's own check runs as well.
+        batch is in flight, the context's own check also runs.
 
         Raises:
             IntegrityError: lists every contradiction found.

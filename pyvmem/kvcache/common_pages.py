@@ -27,8 +27,8 @@ class CommonPages:
         reqid 0   | common, writable  | its own ...
         reqid 1   | common, read-only | its own ...
 
-    vAttention's artifact maps such pages writable in every slot, only to show that several requests
-    can have the same page. Here a write faults, except through slot 0.
+    vAttention's artifact maps these pages writable in every slot, merely to show that several
+    requests can share a page. Here a write faults, except through slot 0.
 
     `renew` ends a slot's request and leaves only the common pages in the slot.
 

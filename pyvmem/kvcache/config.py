@@ -27,8 +27,8 @@ __all__ = [
 ]
 
 AHEAD_TOKENS = 8
-"""The `KVCacheConfig.ahead_tokens` that engines and plugins use: at 20 ms per token, enough to hide
-a driver call that stalls for 100 ms."""
+"""Value of `KVCacheConfig.ahead_tokens` that engines and plugins use; at 20 ms per token, enough to
+hide a driver call that stalls for 100 ms."""
 
 PREFILL_TOKENS = 16
 """A step that adds more tokens than this to a request counts as a prefill or a chunk of a prefill;
@@ -106,8 +106,8 @@ class KVCacheConfig:
             Pages of rows before the window are unmapped while a request runs, and no kernel may
             read them. A `step` that grows a request assumes that all earlier work on its rows was
             launched on the step's stream. The window that ends with a request's last full sharing
-            unit (`KVCache.sharing_unit`) stays mapped as well, so that its rows can be recorded as
-            a prefix.
+            unit (`KVCache.sharing_unit`) also stays mapped, so that its rows can be recorded as a
+            prefix.
         window_tile: number of rows before the window that stay mapped. Must cover the rows
             that a kernel reads there (it reads whole tiles) and those that an engine may truncate.
             `step` does not join (`KVCache.promote`) the pages of the last `window_tile` rows.
@@ -165,7 +165,7 @@ class KVCacheConfig:
         ahead_tokens: for each request in a step that has pages for fewer than this many more tokens
             (at most a page's worth), `KVCache.step` starts mapping the next pages in the
             background. A later step then need not wait for the driver call, even if the driver
-            stalls. This uses only free memory above the watermark, reclaims nothing, and does not
+            stalls. This uses only free memory above the watermark, and does not reclaim memory or
             report failures. The pages are unowned (`CacheStats.ahead_pages`) until a step needs
             them. Ignored on several ranks. 0: a request grows only when `KVCache.step` or
             `KVCache.step_async` needs it to.
@@ -181,7 +181,7 @@ class KVCacheConfig:
         idle_prefixes: when idle, also evict recorded prefixes.
         idle_compact: when idle, also compact live pages, so that the memory between them returns to
             the device, slab by slab: an incoming call waits for one slab at most. None: only while
-            no request is active, or if all numbers in the last `step` were 0, so that nothing can
+            no request is active, or if all lengths in the last `step` were 0, so that nothing can
             be reading the pages that move. (A request that was in the last step may have work
             queued on the GPU, or about to be launched, for as long as its prefill takes.) True:
             regardless of the last `step`; the engine promises to launch no work on the cache from

@@ -2,8 +2,9 @@
 """`ParallelKVCache`: one cache per rank, with identical results and no communication per step.
 
 When the caches are created, the ranks agree on the number of pages of each cache: the minimum that
-any rank could allocate on its device. Every rank keeps that memory from then on. After that each
-rank decides by itself, and all ranks decide the same, because results depend only on the calls:
+any rank could allocate on its device. Every rank keeps that memory from then on. After that, each
+rank decides on its own, and all ranks reach the same decisions, because results depend only on the
+calls:
 
 - slots are chosen by the order in which they were freed (`LockstepTable`), not by their pages;
 - memory suffices if and only if the pages that requests own fit the budget. Which unowned pages are
@@ -376,10 +377,10 @@ def _compared(
 class ParallelKVCache(KVCache):
     """A `KVCache` on every rank of a group.
 
-    Every rank must make the same calls in the same order. Construction, `check_step`, `together`
-    and `recover` are collectives; nothing else communicates. An object that a call returns belongs
-    to its rank: a `SwappedRequest`, for example, must be swapped in on every rank or closed on
-    every rank.
+    Every rank must make the same calls in the same order. Construction, `check_step`,
+    `agreed_step`, `together` and `recover` are collectives; no other call communicates. An object
+    that a call returns belongs to its rank: a `SwappedRequest`, for example, must be swapped in on
+    every rank or closed on every rank.
 
     An invalid argument is rejected on every rank, before anything changes; this does not poison the
     rank, and rejections are compared like results. Every other exception *poisons* the rank: from
@@ -484,9 +485,8 @@ class ParallelKVCache(KVCache):
     ) -> _T:
         """Makes a call and adds its result or failure, and its tokens `ids`, to the digest.
 
-        With `settles`, the growth of a `step_async` is completed first. Pages promised by a growth
-        in flight have no owner yet, so whether memory is short would depend on the growth's
-        progress.
+        With `settles`, growth that a `step_async` started is completed first. Pages promised by
+        growth in flight have no owner yet, so whether memory is short would depend on its progress.
         """
 
         def section() -> _T:
@@ -689,7 +689,7 @@ class ParallelKVCache(KVCache):
     def step(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """Like `KVCache.step`, with the same result on every rank.
 
-        It completes all growth that a `step_async` started, even for requests whose number in this
+        It completes all growth that a `step_async` started, even for requests whose length in this
         step is 0. It waits for the map calls and makes `stream` (or the CPU, without a stream) wait
         for the zero-fills, which follow the GPU work of the slots' earlier owners.
         `KVCacheConfig.ahead_tokens` has no effect.
@@ -697,7 +697,7 @@ class ParallelKVCache(KVCache):
         Raises:
             TooManyMappings: this rank is out of mappings. Call `check_step`, where the other ranks
                 wait and every rank undoes the step. With a sliding window this is a failure.
-            VMemError: this rank failed. Call `check_step` on this rank as well.
+            VMemError: this rank failed. It must also call `check_step`.
         """
 
         def call() -> int:
@@ -845,7 +845,7 @@ class ParallelKVCache(KVCache):
     def move(self, *args: Any, **kwargs: Any) -> Moved:
         """Raises NotSupported.
 
-        Other memory may be full on only one rank, so results would differ.
+        Host or peer memory may be full on only one rank, so results would differ.
         """
         raise _not_supported(
             "move: the ranks have agreed only on how much device memory to use",

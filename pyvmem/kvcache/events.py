@@ -109,7 +109,7 @@ class PriorWork:
         return self
 
     def record(self) -> Any:
-        """Returns the event for the work, the same in every call, or None if it is complete.
+        """Returns the event for the work (the same one every time), or None if it is complete.
 
         Raises:
             InvalidArgument: the stream is being captured. BadHandle: the file descriptor is closed.

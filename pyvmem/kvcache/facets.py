@@ -71,9 +71,9 @@ class CacheMemory(Facet):
             return pages * self._groups[0].layout.page_size
 
     def for_step(self, seq_lens: Sequence[int]) -> int:
-        """Returns `for_request` summed over all requests, for a `step` with these numbers.
+        """Returns `for_request` summed over all requests, for a `step` to these lengths.
 
-        Raises InvalidArgument for numbers that `step` rejects.
+        Raises InvalidArgument for lengths that `step` rejects.
         """
         with self._lock, self._journal:
             return admission.lacking(self._open(), seq_lens)
@@ -127,7 +127,7 @@ class CacheMemory(Facet):
             self._journal.change([[group.reclaimer, "limit", count]])
 
     def reclaim_free(self, keep: Collection[int] = (), *, wait: bool = False) -> None:
-        """Unmaps the pages of free slots in the background, after their owners' GPU work.
+        """Unmaps the pages of free slots in the background, after their earlier owners' GPU work.
 
         Args:
             keep: reqids whose pages stay mapped.
@@ -178,7 +178,8 @@ class CacheSlots(Facet):
         """Returns a slot's owner number, which changes with every owner; None if the slot is free.
 
         `owner`, `owners` and `seq_len` are for callers that keep their own records of requests:
-        they only read numbers, so they work even while the `journal` recovers an interrupted call.
+        they only read plain fields, so they work even while the `journal` recovers an interrupted
+        call.
 
         Raises InvalidArgument for a reqid that does not exist.
         """
@@ -196,8 +197,8 @@ class CacheSlots(Facet):
     def capacity(self, reqid: int) -> int:
         """Returns the number of tokens that a slot in use has pages for.
 
-        A `step` up to this number maps nothing. With several groups of layers, this is the minimum
-        over the groups.
+        A `step` up to this number does not map any pages. With several groups of layers, this is
+        the minimum over the groups.
 
         Raises:
             InvalidArgument: no such reqid, or it is free.
@@ -210,8 +211,8 @@ class CacheSlots(Facet):
     def is_ready(self, reqid: int, seq_len: int) -> bool:
         """Returns whether a `step` of a request to `seq_len` tokens would neither map nor wait.
 
-        True once a growth that `step_async` started is complete, even before a `step` grants its
-        pages. Also True if the growth failed; the next `step` reports the failure.
+        True once growth that `step_async` started is complete, even before a `step` grants its
+        pages. Also True if that growth failed; the next `step` reports the failure.
 
         Args:
             reqid: a slot in use.

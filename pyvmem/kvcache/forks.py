@@ -37,7 +37,7 @@ _FEW_PARTS = 4
 class _Fork:
     """One group's part of a fork: free slots that will begin with the parent's rows.
 
-    Rows that have left the parent's window are missing in the new slots as well.
+    Rows that have left the parent's window are also missing in the new slots.
 
     Attributes:
         group: the group.
@@ -49,7 +49,7 @@ class _Fork:
         pages: end of each new slot's granted pages.
         slots: the new slots, without pages.
         goals: end of each new slot's mapped pages; see `Runs`.
-        job: the growth that counts the new pages.
+        job: the `Growth` that counts the new pages.
     """
 
     group: Group

@@ -58,7 +58,7 @@ __all__ = [
 
 _DEFAULT_GRANULE = 64 << 10
 _MAX_READY = 256 << 20
-_NEWCOMERS = 8  # one slot in this many keeps no prefix, so that new prompts find an empty slot
+_NEWCOMERS = 8  # one in this many slots keeps no prefix, so that new prompts find an empty slot
 
 
 @dataclass(frozen=True)
@@ -334,13 +334,13 @@ class Group:
         self.table.give_back(slot, event, self.clock, edits)
 
     def enter_edits(self, slot: Slot, length: int) -> list[list[Any]]:
-        """Returns the edits that set a slot's rows to `length`, outside of a `step`."""
+        """Returns the edits that set a slot's row count to `length` outside a `step`."""
         rows, index = self.pager.columns.held_rows, slot.index
         used = self.used_tokens + length - rows[index]
         return [[self, "used_tokens", used], [rows, index, length]]
 
     def enter(self, slot: Slot, length: int) -> None:
-        """Sets a slot's rows to `length`, outside of a `step`."""
+        """Sets a slot's row count to `length` outside a `step`."""
         self.journal.change(self.enter_edits(slot, length))
 
     def disown_edits(
@@ -408,7 +408,7 @@ class Group:
     # ---- totals over the records -----------------------------------------------------------------
 
     def note_use(self) -> tuple[int, int]:
-        """Updates the peaks of use and waste, and returns the current use by requests.
+        """Updates peak use and peak waste, and returns how much requests use now.
 
         Returns:
             The number of physical device pages that requests own, and the size in bytes of the rows
@@ -587,8 +587,8 @@ class Group:
 def prepare(groups: Sequence[Group]) -> None:
     """Keeps slots ready for new requests.
 
-    While memory is ample, this maps `eager_pages` pages per tensor in one slot. Growths that
-    requests wait for have priority, except with several ranks, whose results must not depend on the
+    While memory is ample, this maps `eager_pages` pages per tensor in one slot. Growth that
+    requests wait for has priority, except with several ranks, whose results must not depend on the
     progress of background batches.
     """
     wants, taken = [], 0
@@ -626,7 +626,7 @@ class Loan(NamedTuple):
         group: the slot's group.
         slot: a free slot without pages, or with the first pages of `span` mapped.
         span: the shared pages.
-        head: page of the slot at which `span` begins.
+        head: page of the slot where `span` begins.
     """
 
     group: Group

@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 OPS = 2
-"""Maximum number of operations in a growth of one slot: one for new pages, one for a fill."""
+"""Maximum number of operations to grow one slot: one for new pages, one for a fill."""
 
 Want: TypeAlias = Sequence[tuple[Slot, int]]
 """Slots, with the pages per tensor that each should have."""
@@ -71,14 +71,14 @@ class Pager:
         columns: the slot records for C code, including how many rows each slot holds and has pages
             for.
         capacity: for each slot, the number of rows that fit in its granted pages; 0 if free.
-        growths: growths that are in flight, or finished but not yet completed by `settle`.
+        growths: grow operations in flight, or finished but not yet completed by `settle`.
         granted_pages: pages per tensor granted to requests, summed over slots. A shared page
             counts once per slot; pages that left a window also count.
         runs: chooses run lengths.
         ahead: a request with pages for fewer than `ahead` more rows gets more pages in the
             background.
         page_bytes: total size in bytes of one page in every tensor.
-        ops: the batch in which growths of all groups are built.
+        ops: the batch that grows the slots of all groups.
         array: the C array of the operations in `ops`.
     """
 
@@ -110,7 +110,7 @@ class Pager:
         self.ahead = 0
         if not (self.layout.state or reclaimer.table.lockstep):
             # Requests get pages ahead only once all their mapped pages are granted, so a step that
-            # needs no other pages does not wait for the growth in flight.
+            # needs no other pages does not wait for growth in flight.
             self.ahead = min(config.ahead_tokens, self.layout.page_size // self.layout.row_bytes)
 
     @property
@@ -125,7 +125,7 @@ class Pager:
     def scan(self, seq_lens: Sequence[int]) -> tuple[array[int], int, list[int]]:
         """Validates a step's lengths and finds the slots that need more pages.
 
-        A length below the rows held, such as 0, changes nothing.
+        A length below the rows held, such as 0, has no effect.
 
         Returns:
             The rows that each slot holds after the step, their sum, and the indices of slots that
@@ -180,9 +180,9 @@ class Pager:
     def grow_ahead(self) -> None:
         """Starts mapping the next pages of requests that are near the end of their pages.
 
-        Uses only free memory above the watermark, and only while mappings are not scarce; reclaims
-        nothing. A later step grants the pages, or they are reclaimed when another request is short
-        of memory.
+        Uses only free memory above the watermark, and only while mappings are not scarce; does not
+        reclaim anything. A later step grants the pages, or they are reclaimed when another request
+        is short of memory.
         """
         reclaimer, layout = self.reclaimer, self.layout
         kept = reclaimer.low_pages
@@ -199,7 +199,7 @@ class Pager:
             _log.debug("growth ahead: %s", str(error))
 
     def count(self, edits: list[list[Any]], added: int, reused: int) -> None:
-        """Appends the counter edits that every growth makes.
+        """Appends the counter edits for a grow operation.
 
         Args:
             edits: the list to add edits to; see `Outcome`.
@@ -230,7 +230,7 @@ class Pager:
     ) -> tuple[Growth, list[Piece]]:
         """Adds map operations for new pages, and fills of reused pages, to `ops`.
 
-        Of the zero-fills, this adds only those that need not wait for GPU work.
+        Adds only those zero-fills that need not wait for GPU work.
 
         Args:
             want: slots without a batch in flight, and how many pages per tensor each needs.
@@ -239,7 +239,7 @@ class Pager:
             after: a list, to which this adds the GPU work that the deferred fills must follow.
 
         Returns:
-            The growth, not yet recorded, and the deferred fills.
+            The `Growth`, not yet recorded, and the deferred fills.
         """
         ops, layout = self.ops, self.layout
         size, tensors, dirty = layout.page_size, layout.num_tensors, not self._zero_fill
@@ -284,16 +284,15 @@ class Pager:
     def settle(
         self, stream: Any = None, on_cpu: bool = False, lens: Sequence[int] | None = None
     ) -> None:
-        """Completes growths in flight: waits for their mappings and makes `stream` wait for fills.
+        """Completes growth in flight: waits for its mappings and makes `stream` wait for its fills.
 
         Args:
             stream: the stream that will use the pages.
             on_cpu: wait on the CPU for fills and for earlier owners' work, regardless of `stream`.
-            lens: lengths of all slots; skips growths that no slot needs to reach its length.
+            lens: lengths of all slots; skips growth that no slot needs to reach its length.
 
         Raises:
-            VMemError: the first failure. Failed growths were undone; the other growths' pages are
-                granted.
+            VMemError: the first failure. Failed growth was undone; all other new pages are granted.
         """
         first: VMemError | None = None
         for job in list(self.growths):
@@ -320,7 +319,7 @@ class Pager:
         )
 
     def is_mapped(self, slot: Slot, pages: int) -> bool:
-        """Returns whether a finished growth has mapped `pages` pages for the slot's owner.
+        """Returns whether finished growth has mapped `pages` pages for the slot's owner.
 
         The pages are not granted to the owner yet.
         """
@@ -378,7 +377,7 @@ class Pager:
         return isinstance(job, Growth) and not all(map(is_over, job.handover))
 
     def finish_idle(self) -> None:
-        """Waits for growths that no owner is waiting for, so that these pages can be reclaimed."""
+        """Waits for growth that no owner is waiting for, so that its pages can be reclaimed."""
         for job in [job for job in self.growths if job.deserted()]:
             with self.counters.waiting():
                 error = self._complete(job, None, on_cpu=True)
@@ -386,9 +385,9 @@ class Pager:
                 self.reclaimer.errors.append(error)
 
     def unsettled(self, keep: Mapping[Slot, int], *, promoting: bool = True) -> int:
-        """Returns how many pages become available after the waits of `can_reclaim_for`.
+        """Returns how many pages become available once `can_reclaim_for` has waited.
 
-        They come from growths that no owner is waiting for, from copies and, with `promoting`, from
+        They come from growth that no owner is waiting for, from copies and, with `promoting`, from
         2 MiB entries that a step can split.
 
         Args:
@@ -429,10 +428,10 @@ class Pager:
             return False
         return True
 
-    # ---- completing growths and granting pages ---------------------------------------------------
+    # ---- completing growth and granting pages ----------------------------------------------------
 
     def _complete(self, job: Growth, stream: Any, on_cpu: bool = False) -> VMemError | None:
-        """Waits for a growth, then grants its pages, or undoes it and returns the error.
+        """Waits for `job`, then grants its pages or, if it failed, undoes it and returns the error.
 
         With `on_cpu`, this also waits on the CPU for its fills and for earlier owners' work,
         because the stream that will use the pages is unknown.
@@ -456,16 +455,16 @@ class Pager:
         return None
 
     def poll(self) -> None:
-        """Completes finished growths that no owner is waiting for."""
+        """Completes finished growth that no owner is waiting for."""
         for job in [job for job in self.growths if not job.awaited and job.done()]:
             error = self._failure(job, self._complete(job, None, on_cpu=True))
             if error is not None:
                 self.reclaimer.errors.append(error)
 
     def _failure(self, job: Growth, error: VMemError | None) -> VMemError | None:
-        """Returns the error to raise for a completed growth, or None to ignore the error.
+        """Returns the error to raise for a completed grow operation, or None to ignore it.
 
-        A shortage is ignored: a background growth allocates late, so other users of the context may
+        A shortage is ignored: background growth allocates late, so other users of the context may
         have taken the memory first. The growth was undone, and a step that needs the pages retries
         it. With several ranks it is raised, because the other ranks did get their pages.
         """
@@ -474,7 +473,7 @@ class Pager:
         return None if short or job.quiet else error
 
     def _grant_edits(self, job: Growth) -> list[list[Any]]:
-        """Returns the edits that grant a growth's pages to owners that still have their slots."""
+        """Returns the edits that grant the new pages to owners that still have their slots."""
         edits: list[list[Any]] = []
         granted, capacity = self.granted_pages, self.layout.capacity
         for slot, owner, pages in job.grants:
@@ -497,7 +496,7 @@ class Pager:
         return [[self, "growths", growths], [job.slots, "job", [None] * len(job.slots)]]
 
     def _undo(self, job: Growth, error: VMemError) -> None:
-        """Rolls back the records of a failed growth; libvmem has rolled back the mapping."""
+        """Rolls back the records of failed growth; libvmem has rolled back the mapping."""
         reclaimer, counters, zeroed = self.reclaimer, self.counters, self.counters.zeroed
         edits = self._retire_edits(job)
         if job.filling is not None and _failed(job.filling):
@@ -683,7 +682,7 @@ def grow(wants: Sequence[tuple[Pager, Want]], *, background: bool, reclaim: bool
 
 
 class _Part(NamedTuple):
-    """A planned growth of one group, with the fills that must wait for GPU work."""
+    """The planned growth of one group, with the fills that must wait for GPU work."""
 
     pager: Pager
     job: Growth
@@ -691,7 +690,7 @@ class _Part(NamedTuple):
 
 
 def _begin(parts: Sequence[_Part], after: list[Any], *, background: bool) -> VMemError | None:
-    """Runs or submits the planned growths of all groups as one batch, and records them.
+    """Runs or submits the planned growth of all groups as one batch, and records it.
 
     Returns:
         None on success; the error, with nothing changed, if memory or mappings are short.
@@ -797,7 +796,7 @@ def _beyond_own(needs: Needs, keep: Mapping[Slot, int], *, later: bool) -> int |
 def _others(needs: Needs) -> Share | None:
     """Returns a budget share whose `others` leaves out all of these groups.
 
-    Returns None without a budget.
+    Returns None if there is no budget.
     """
     share = needs[0][0].reclaimer.share
     if share is None or len(needs) == 1:
@@ -806,7 +805,7 @@ def _others(needs: Needs) -> Share | None:
 
 
 def can_reclaim_for(needs: Needs, keep: Mapping[Slot, int]) -> bool:
-    """Like `within_reach`, but first waits for idle growths and, if needed, cancels promotions."""
+    """Like `within_reach`, but first waits for idle growth and, if needed, cancels promotions."""
     others = _others(needs)
     for pager, _ in needs:
         if pager.growths:
@@ -833,8 +832,8 @@ def can_reclaim_for(needs: Needs, keep: Mapping[Slot, int]) -> bool:
 def reclaim_for(needs: Needs, keep: Mapping[Slot, int], *, more: bool = False) -> bool:
     """Reclaims unowned pages; returns whether the needed physical pages are free afterwards.
 
-    With `more`, this reclaims even if enough is free according to the records, because the driver
-    has less.
+    With `more`, this reclaims even if the records say that enough is free, because the driver has
+    less.
 
     Raises:
         VMemError: unowned pages could not be unmapped.
@@ -902,7 +901,7 @@ def _reclaim(needs: Needs, keep: Mapping[Slot, int], *, more: bool) -> bool:
 
 
 def _may_fail(job: Growth, ticket: Any) -> bool:
-    """Returns whether a growth's batch is unfinished, or failed and not undone yet."""
+    """Returns whether a batch of `job` is unfinished, or has failed and not been undone."""
     return ticket is not None and (not job.done() or _failed(ticket))
 
 

@@ -33,7 +33,7 @@ class IdleThread:
 
     The thread stops when the cache is closed. An idle engine makes no calls, so calls cannot detect
     that it is idle. The thread checks a few times within `seconds` whether a request was allocated,
-    freed or stepped, which costs those calls nothing. Live pages are compacted slab by slab
+    freed or stepped, at no cost to those calls. Live pages are compacted slab by slab
     (`Context.compact`), with the lock released between slabs: an incoming call waits for one slab
     (at most half of its pages are copied and remapped) and stops the compaction.
 
@@ -121,7 +121,7 @@ class IdleThread:
     def _store(manager: Manager) -> bool | None:
         """Evicts prefixes to host memory.
 
-        Returns True if more may be left to do, False when done, and None while GPU work is running.
+        Returns True if more work may remain, False when done, and None while GPU work is running.
         """
         config, prefixes = manager.groups[0].config, manager.groups[0].prefixes
         if not config.host_prefixes or not config.idle_prefixes:
@@ -152,7 +152,7 @@ class IdleThread:
     def _compact(manager: Manager) -> bool | None:
         """Compacts a slab if that is safe.
 
-        Returns True if more may be left to do, False when done, and None while GPU work is running.
+        Returns True if more work may remain, False when done, and None while GPU work is running.
         """
         wanted = manager.groups[0].config.idle_compact
         if wanted is False or not manager.owns_context:

@@ -165,7 +165,7 @@ def verify(groups: Sequence[Group]) -> None:
 
 
 def check(group: Group) -> list[str]:
-    """Returns a description of each mismatch within a group's records, or with libvmem's."""
+    """Returns a description of each mismatch in a group's records, or with libvmem's records."""
     found: list[str] = []
     table, pager, reclaimer, layout = group.table, group.pager, group.reclaimer, group.layout
     held = granted = slid = 0

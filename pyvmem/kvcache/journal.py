@@ -5,7 +5,7 @@ Ctrl-C, any other signal handler, a test's timeout or MemoryError can raise an e
 two bytecode instructions. A call to the cache is then half done, in its records and in the context.
 So while a call runs, the journal holds, oldest first:
 
-    undo    how to undo edits of the records; may safely be done twice
+    undo    how to undo edits to the records; may safely be done twice
     act     a call into the context, with its outcome; if it succeeded, C has made the edits that
             belong to it (`Mapper.commit`)
     abort   how to undo a completed part of the call, such as allocating a slot
@@ -78,7 +78,7 @@ class Journal:
     # ---- log entries of a call -------------------------------------------------------------------
 
     def change(self, edits: list[list[Any]]) -> None:
-        """Applies edits of the records (see `Outcome`).
+        """Applies edits to the records (see `Outcome`).
 
         They are undone if the call is interrupted.
         """

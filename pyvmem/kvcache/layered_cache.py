@@ -107,7 +107,7 @@ class LayeredCache(KVCache):
         return found
 
     def states(self, layer: int) -> dict[str, torch.Tensor]:
-        """Returns a layer's state by part, "conv" and "recurrent", as in its `StateShape`.
+        """Returns the parts of a layer's state, "conv" and "recurrent", as in its `StateShape`.
 
         Each has shape ``[max_batch, *shape]``; slots without a request are not mapped. With
         `KVCacheConfig.zero_fill`, a request's state is initially zero.

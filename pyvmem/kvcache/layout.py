@@ -30,7 +30,7 @@ from pyvmem.plumbing.units import counted, format_bytes
 __all__ = ["BLOCK_BYTES", "Layout"]
 
 BLOCK_BYTES = 2 << 20
-"""Bytes mapped by a large entry of the GPU's page tables."""
+"""Bytes mapped by a large entry in the GPU's page tables."""
 
 _MAX_ADDRESSES = 1 << 47  # size of an x86-64 process's user address space
 
@@ -68,7 +68,8 @@ class Layout:
         total_bytes: size of the reservation in bytes.
         overread: number of rows past the length that are always mapped.
         guard: number of additional rows mapped past the length of a prefill.
-        capacity: function from a number of pages per tensor to the longest sequence that fits.
+        capacity: function that returns the longest sequence that fits in a number of pages per
+            tensor.
 
     Args:
         config: configuration of the layers.

@@ -49,7 +49,7 @@ class Manager:
         table: class of the table that chooses slots.
 
     Attributes:
-        context: the context of all groups; set by `make` if not before.
+        context: the context of all groups; set by `make` if not set earlier.
         groups: the groups; empty before `make`.
         lock, journal: entered by every call, in this order.
         owns_context: True if the context is closed with the cache.

@@ -198,7 +198,7 @@ class Scratch:
         self._mapper.journal.change(self.give_edits(addresses))
 
     def give_edits(self, addresses: Reservation) -> list[list[Any]]:
-        """Returns the edits of `give`."""
+        """Returns the edits for `give`."""
         if self._kept is None and addresses.is_open:  # otherwise they are freed when the call ends
             return [[self, "_kept", addresses], [self._mapper.journal.unrecorded, addresses, ...]]
         return []

@@ -19,7 +19,7 @@ def who_has_mappings(groups: Sequence[Group]) -> str:
     """Describes who holds mappings, as far as the context, the budget and the ledger know.
 
     A cache's mappings are estimated from its map calls, so the numbers are slightly high. If the
-    limit is the machine's and not the driver's, only the context's total is reported.
+    limit is the machine's rather than the driver's, only the context's total is reported.
     """
     context, journal = groups[0].context, groups[0].journal
     total, known, texts = context.stats().mappings, 0, []

@@ -12,8 +12,8 @@ when no work is running, one batch replaces the old pages with the new ones:
 The scratch addresses hold the tensors one after another, each with the slot's pages from `first`
 on. Until the second phase is complete, both copies count as memory of the cache.
 
-*Promotion* maps a 2 MiB block of every tensor by one entry of the GPU's page tables. Pages that are
-already physically contiguous (a growing slot prefers 2 MiB chunks that it does not share) are
+*Promotion* maps a 2 MiB block of every tensor with one entry in the GPU's page tables. Pages that
+are already physically contiguous (a growing slot prefers 2 MiB chunks that it does not share) are
 remapped as one piece, after the work that reads them; all other pages are moved.
 """
 
@@ -246,7 +246,7 @@ class Mover:
         return edits
 
     def make_way(self, slot: Slot, page: int) -> bool:
-        """Cancels a move that changes pages below `page`. Returns False if its copies still run."""
+        """Cancels a move that changes pages below `page`. Returns False while its copies run."""
         move = self.moves.get(slot)
         if move is not None and move.begins_before(page):
             self.abandon(slot)
@@ -463,7 +463,7 @@ class MovePlanner:
 class Promoter:
     """Promotes 2 MiB blocks that have grown page by page, so that one entry maps each block.
 
-    Once its last row is written a block is only read, so its entries may be replaced. Physically
+    Once its last row is written, a block is only read, so its entries may be replaced. Physically
     contiguous pages are joined, which suffices if they are aligned to 2 MiB. Other blocks, and
     those for which joining did not suffice, are copied to new pages if memory allows. If memory is
     fragmented, even the copy may not get a contiguous 2 MiB; then the block is copied again once
@@ -486,9 +486,9 @@ class Promoter:
     def step(self, lens: Sequence[int], stream: Any) -> None:
         """Starts promoting full blocks of requests that the step to `lens` lengthens.
 
-        A caller that grows a request has launched all work on its rows so far. The last
-        `KVCacheConfig.window_tile` rows may be truncated and written again, so they are not
-        promoted. Does nothing in a small cache, where the size of entries makes no difference.
+        By the time a caller grows a request, it has launched all work on the request's rows so far.
+        The last `KVCacheConfig.window_tile` rows may be truncated and written again, so they are
+        not promoted. Does nothing in a small cache, where the size of entries makes no difference.
         """
         reclaimer, layout = self._reclaimer, self._layout
         if reclaimer.device_pages * layout.page_size < REACH:

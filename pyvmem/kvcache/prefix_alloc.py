@@ -61,7 +61,7 @@ def alloc_prefix(
             warn(_log, "prefixes", "a prefix in host memory was lost: %s", error)
             release(groups, begun, None)
             prefixes.host.drop(prefixes.in_host(match))
-            match.in_host = 0  # do not try again
+            match.in_host = 0  # do not retry the load
             return alloc_prefix(groups, tokens, leave, reader, namespace)
     _count_prompt(groups[0], (length, held, bool(resumed)), 1)
     return reqid, held
@@ -97,7 +97,7 @@ def _load(groups: Sequence[Group], slots: Sequence[Slot], match: PrefixMatch) ->
 
 
 def _count_prompt(group: Group, prompt: tuple[int, int, bool], by: int) -> None:
-    """Counts a prompt: its tokens, the recorded tokens, and whether these were still mapped.
+    """Counts a prompt, its tokens, the recorded ones, and whether these were still mapped.
 
     Callers count the prompt last, and through the journal, so that an interrupted call is not
     counted.

@@ -42,7 +42,8 @@ window.
 
 A group with a state (linear attention, state-space models) has only the state after a request's
 last token, not the states after earlier tokens, from which another prompt could continue. A cache
-with such a group records nothing and matches nothing: its requests share memory only through forks.
+with such a group neither records nor matches prefixes: its requests share memory only through
+forks.
 """
 
 from __future__ import annotations
@@ -591,7 +592,7 @@ class PrefixCache:
         return match
 
     def renew(self, match: PrefixMatch) -> None:
-        """Leases the prefix again if the lease was lost and the prefix is still recorded.
+        """Renews a lost lease if the prefix is still recorded.
 
         Raises:
             PrefixEvicted: the prefix is no longer recorded.
@@ -670,7 +671,7 @@ class PrefixCache:
         """Evicts every prefix that no request pins.
 
         With `leased`, all leases are ended first. With `forget`, the prefixes in host memory are
-        dropped as well.
+        also dropped.
         """
         self.leases.collect()
         if leased:
@@ -718,7 +719,7 @@ class PrefixCache:
         return bool(holders)
 
     def leased(self, place: int) -> int:
-        """Returns how many pages per tensor are used by no request but protected by leases."""
+        """Returns how many pages per tensor are not used by any request but protected by leases."""
         if not self.leases:
             return 0
         return self._kept_pages(place, self.leases.kept())

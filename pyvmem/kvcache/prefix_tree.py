@@ -371,8 +371,7 @@ def walk(
 def _common(data: bytes, at: int, end: int, run: bytes, width: int) -> int:
     """Counts the units that a run and the ids have in common; the first unit must match.
 
-    This is a bisection: one comparison covers half of the range, and the search goes on in one of
-    the halves.
+    This is a bisection: each comparison halves the remaining range.
     """
     low, high = 1, min(len(run), end - at) // width
     while low < high:
@@ -400,7 +399,7 @@ class PrefixTree(Generic[S]):
 
     Args:
         unit: tokens per unit, at least 1.
-        change: applies edits of the tree, such as `Journal.change`; None: edits cannot be undone.
+        change: applies edits to the tree, such as `Journal.change`; None: edits cannot be undone.
 
     Attributes:
         root: the root of prefixes without a namespace.
@@ -600,7 +599,7 @@ class PrefixTree(Generic[S]):
     # ---- inside ----------------------------------------------------------------------------------
 
     def _note_gone(self, node: Node[S], stay: int, edits: list[list[Any]]) -> None:
-        """Appends an edit that records, in `changes`, a leaf's loss of all but `stay` units."""
+        """Appends an edit that records in `changes` that a leaf loses all but `stay` units."""
         if self.changes is not None:
             first = node.end // self.unit - node.units + stay
             edits.append(self._note(False, node.tokens(), first))

@@ -51,7 +51,7 @@ class Evictable(Protocol):
         """
 
     def leased(self, place: int) -> int:
-        """Returns how many pages per tensor are used by no request but cannot be evicted."""
+        """Returns how many pages per tensor are not used by any request but cannot be evicted."""
 
 
 class Share(Protocol):
@@ -73,7 +73,7 @@ class Share(Protocol):
         """Returns how many bytes above their floors the other caches are unmapping."""
 
     def finish_idle(self) -> None:
-        """Waits for in-flight growths of the other caches that no request is waiting for."""
+        """Waits for growth in the other caches that no request is waiting for."""
 
     def poll(self) -> None:
         """Completes finished batches of the other caches."""
@@ -91,7 +91,7 @@ class Share(Protocol):
         """Returns a copy of the share whose `others` leaves out the reclaimers in `own`."""
 
     def begin_unmaps(self, nbytes: int, keep: Mapping[Slot, int], *, now: bool = True) -> None:
-        """Makes the other caches start unmapping unowned pages, enough to free `nbytes`."""
+        """Makes the other caches start unmapping enough unowned pages to free `nbytes`."""
 
     def evict(self, nbytes: int) -> int:
         """Makes the other caches evict `nbytes` of recorded prefixes that no request uses.
@@ -177,7 +177,7 @@ class Reclaimer:
         return self._prefixes.evict(self._place, pages)
 
     def leased(self) -> int:
-        """Returns how many pages per tensor are used by no request but cannot be evicted."""
+        """Returns how many pages per tensor are not used by any request but cannot be evicted."""
         return self._prefixes.leased(self._place)
 
     def unmap(self, slot: Slot, keep: int, now: bool = False) -> None:
@@ -553,12 +553,12 @@ class Reclaimer:
 
     @property
     def returning(self) -> int:
-        """Number of physical pages in in-flight unmaps."""
+        """Number of physical pages being unmapped."""
         return self.coming * self.layout.num_tensors
 
     @property
     def late(self) -> int:
-        """Number of physical pages in in-flight unmaps that wait for GPU work."""
+        """Number of physical pages whose unmaps are waiting for GPU work."""
         waiting = (
             one.pages
             for one in self.unmaps
@@ -567,7 +567,7 @@ class Reclaimer:
         return sum(waiting) * self.layout.num_tensors
 
     def drop_mapping_errors(self) -> None:
-        """Discards errors of background growths that ran out of mappings: they were rolled back."""
+        """Discards errors from background growth that ran out of mappings and was rolled back."""
         if self.errors:
             self.errors = [one for one in self.errors if not isinstance(one, TooManyMappings)]
 
@@ -577,10 +577,9 @@ class Reclaimer:
         """Reclaims up to `pages` physical pages and waits for them. Returns False if it freed none.
 
         Slots' pages are reclaimed before prefixes are evicted: regaining a page costs a driver
-        call, while regaining a prefix means computing it again. In both steps, this cache comes
-        before the other caches of its budget. Prefixes are evicted only once all spare pages of
-        slots are back, so the choice of prefixes does not depend on the progress of background
-        batches.
+        call, while regaining a prefix means recomputing it. In both steps, this cache comes before
+        the other caches of its budget. Prefixes are evicted only once all spare pages of slots are
+        back, so the choice of prefixes does not depend on the progress of background batches.
 
         Args:
             pages: physical pages.
@@ -695,8 +694,7 @@ class Reclaimer:
 
     def spare(self, keep: Mapping[Slot, int]) -> int:
         """Returns how many device pages per tensor are unowned, excluding those being unmapped."""
-        # This includes the surplus of slots with an unmap in flight, which can be unmapped after
-        # that.
+        # This includes the surplus of slots with an unmap in flight, which can be unmapped later.
         spare = self.table.columns.spare
         for slot in keep:
             job = slot.job

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Chooses the length of the runs by which requests grow.
+"""Chooses the run lengths by which requests grow.
 
 A driver call makes one mapping of a physical run, and a context's mappings are limited
 (`ContextInfo.max_mappings`): on ``stock`` to 237,568, which cover 15 GB if each maps a 64 KB page.
@@ -57,7 +57,7 @@ class Runs:
     Attributes:
         limit: maximum number of mappings in the context; 0 if there is no limit.
         joins: True if steps must call `join` when more than `join_at` mappings are used.
-        spreads: True if growths must call `provide` first.
+        spreads: True if `provide` must be called before growth.
         refused: text of the error if the last growth ran out of mappings; otherwise "".
     """
 
@@ -137,12 +137,12 @@ class Runs:
         runs.left = max(1, self.limit * 3 // 4 - used) if scarce else 0
 
     def provide(self, pages: int) -> None:
-        """Makes the pool allocate memory before a growth of `pages` physical pages.
+        """Makes the pool allocate memory before requests grow by `pages` physical pages.
 
         On its own, a pool allocates memory only when it is out of pages. If it has pages but no
-        empty 2 MiB chunk, it would place the growth in chunks that other requests grow into. So,
-        within the cache's limit, the pool gets memory for the growth and, in addition, for a chunk
-        per request and tensor.
+        empty 2 MiB chunk, it would place the new pages in chunks that other requests grow into. So,
+        within the cache's limit, the pool gets memory for the new pages and, in addition, for one
+        chunk per request and tensor.
         """
         table, layout, reclaimer = self._table, self._layout, self._reclaimer
         open_pages = (len(table) - table.free_count) * layout.num_tensors * layout.block
@@ -227,7 +227,7 @@ class Runs:
 
     @property
     def left(self) -> int:
-        """The number of mappings that the context may still make, counted now."""
+        """The number of mappings that the context may still make, freshly counted."""
         return self.limit - self._count()
 
     # ---- joining ---------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ class Sharing:
 
         Remaps them read-only in place.
 
-        No GPU work may touch the slot, and no batch may be in flight on it. `unit_pages`: see
+        No GPU work may touch the slot, and no batch may be in flight on it. For `unit_pages`, see
         `Span`.
 
         Raises:
@@ -93,12 +93,12 @@ class Sharing:
     def _adopt_edits(
         self, slot: Slot, pieces: list[Held], events: list[Any], unit_pages: int
     ) -> list[list[Any]]:
-        """Returns the edits of `adopt`."""
+        """Returns the edits for `adopt`."""
         parts, new, large_end = list(slot.span.parts), [], slot.large_end
         for handle, low, high, tier in pieces:
             new.append(Block(handle, high - low, list(events), tier))
             parts.append(Part(new[-1], 0, high - low))
-            # Remapping in few calls may have created large entries.
+            # Remapping in fewer calls may have created large entries.
             large_end = slot.large_end_with(low, high, large_end)
         return [
             [slot, "span", Span(tuple(parts), unit_pages)],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Slot records, and the choice of slots to allocate, grow or unmap. Maps nothing.
+"""Slot records, and the choice of slots to allocate, grow or unmap. Does no mapping itself.
 
 The pages of a slot, counted per tensor (they are the same in every tensor):
 
@@ -83,13 +83,13 @@ class Slot(Row):
             the cache is closed (or until `ParallelKVCache.recover`).
         kept: True if the slot is free and maps a recorded prefix, read-only, for a later request
             that begins with it.
-        mapped: end of the pages that are mapped or that a growth in flight will map.
+        mapped: end of the pages that are mapped or that growth in flight will map.
         granted: end of the pages that the owner may use.
         large_end: pages below this may be mapped by 2 MiB entries; a multiple of `block`.
         block: pages per 2 MiB entry; 0: the cache has no such entries.
-        head: pages below this are not mapped because they left the window; 0 without a window.
+        head: pages below this are not mapped because they left the window; 0 if there is no window.
         dirty: pages below this may hold an earlier owner's data.
-        owner: incremented with every change of owner, so that growth started for one owner is not
+        owner: incremented whenever the owner changes, so that growth started for one owner is not
             granted to the next.
         events: the last GPU work of earlier owners that may not be complete.
         job: the batch in flight on this slot's addresses (at most one): `Growth`, `Unmap`, `Slide`
@@ -162,7 +162,7 @@ class Slot(Row):
 
     @property
     def grows_from(self) -> int:
-        """The first page that a growth maps; 0 if stale, since all pages are unmapped first."""
+        """The first page to map when the slot grows; 0 if stale, since all are unmapped first."""
         return 0 if self.stale else self.mapped
 
     def here_from(self, page: int) -> int:
@@ -377,9 +377,9 @@ class Growth:
     It has at most two batches: `mapping` maps new pages and runs the fills that need not wait, all
     or nothing; `filling` runs the fills that must follow earlier owners' GPU work. Each is None if
     there is no such batch or if it has already run. `handover` holds earlier owners' GPU work that
-    the new owner's stream must wait for, for pages that are not zero-filled. An `ahead` growth
-    grants nothing, since no caller requested it. The failure of a `quiet` growth is not raised,
-    since no caller requested it or another group's growth in the same batch raises it. The counts
+    the new owner's stream must wait for, for pages that are not zero-filled. With `ahead`, the
+    pages are not granted, since no caller requested them. With `quiet`, a failure is not raised,
+    since no caller requested the growth or another group in the same batch raises it. The counts
     are physical pages.
     """
 
@@ -405,7 +405,7 @@ class Growth:
         return not self.granted and any(slot.owner == owner for slot, owner, _ in self.grants)
 
     def deserted(self) -> list[Slot]:
-        """Returns the slots with no owner waiting for the growth, so that its pages are spare."""
+        """Returns the slots without an owner waiting for the growth; their new pages are spare."""
         if not self.awaited:
             return self.slots
         waiting = {slot for slot, owner, _ in self.grants if slot.owner == owner}
@@ -422,9 +422,9 @@ class Growth:
 class Unmap:
     """An in-flight unmap of pages [low, high) of a slot, ordered after the slot's last GPU work.
 
-    `dirty`, `head` and `tier_map` restore the slot if the batch fails. `span`: the shared pages in
-    the range, whose references are dropped on completion. `off_device`: unshared off-device pages,
-    by tier.
+    `dirty`, `head` and `tier_map` restore the slot if the batch fails. `span` holds the shared
+    pages in the range, whose references are dropped on completion. `off_device` counts unshared
+    off-device pages, by tier.
     """
 
     takes_pages: ClassVar[bool] = True

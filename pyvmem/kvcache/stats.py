@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Statistics of a cache."""
+"""Cache statistics."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class CacheStats:
             floors.
         free_pages: pages that the cache could allocate without reclaiming any.
         cached_pages: unowned mapped pages: pages of free slots, surplus pages of running requests,
-            pages that a growth in flight is mapping, pages being unmapped, and recorded prefixes
-            that no request uses.
+            pages that growth in flight is mapping, pages being unmapped, and recorded prefixes that
+            no request uses.
         ahead_pages: cached pages that are mapped for running requests in excess of their need
             (`KVCacheConfig.growth_fraction`).
         active_pages: pages that requests own; a shared page is counted once.
         shared_pages: active or cached pages that are mapped read-only or recorded.
         moving_pages: cached pages that are the targets of copies in progress.
-        host_pages, peer_pages: pages in host memory and on peer devices; no other number
-            here includes them.
+        host_pages, peer_pages: pages in host memory and on peer devices; not included in any other
+            field.
         prefix_pages, prefix_tokens: recorded shared pages, and their tokens.
         prefix_host_bytes: size of evicted prefixes' rows in host memory.
         mapped_bytes: size of cached and active pages.
@@ -68,12 +68,12 @@ class CacheStats:
             back.
         prefix_dropped_bytes: bytes of evicted prefixes' rows that were replaced by others in host
             memory or could not be stored there.
-        waits: how often a call waited for mapping, filling or reclaiming.
+        waits: number of times that a call waited for mapping, filling or reclaiming.
         wait_ns: total time of these waits.
         wait_counts: histogram of the waits: item k counts waits of more than ``2**(k-1)`` and at
             most ``2**k`` nanoseconds; the last item also counts all longer waits.
         last_wait_ns: the last `step`'s part of `wait_ns`.
-        driver_calls: map, unmap, fill and slab calls of the whole context since the cache was
+        driver_calls: map, unmap, fill and slab calls in the whole context since the cache was
             created.
         driver_ns: time spent in these calls.
         critical_driver_ns: the part of `driver_ns` for which a call to the cache had to wait.
@@ -142,7 +142,7 @@ class SlotInfo:
         state: "active", "cached" (free, with pages), "empty" (free, without pages) or "broken".
         seq_len: number of tokens whose rows it holds.
         granted_pages: pages that the owner may use, excluding pages that left its window.
-        mapped_pages: pages that are mapped or that a growth in flight is mapping.
+        mapped_pages: pages that are mapped or that growth in flight is mapping.
         shared_pages: mapped pages that are shared.
         large_pages: mapped pages that 2 MiB entries map in every tensor.
         away_pages: mapped pages that are off the device.
@@ -226,8 +226,8 @@ class Counters:
     """Running counts behind `CacheStats`.
 
     Attributes:
-        last_prompt: for the last request's prompt, its tokens, the recorded tokens, and whether
-            these were still mapped in the slot.
+        last_prompt: for the last request's prompt, the number of tokens, how many of them were
+            recorded, and whether these were still mapped in the slot.
         waiting: creates a context manager that counts the time inside it as waiting, and driver
             time during it as critical.
     """

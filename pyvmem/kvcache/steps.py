@@ -196,7 +196,7 @@ def _grow_by_cutting(begun: Sequence[_Begun], stream: Any) -> bool:
 
 
 def _settle(group: Group, stream: Any) -> None:
-    """Waits for the growths that the step needs or, with several ranks, for all growths."""
+    """Waits for the growth that the step needs or, with several ranks, for all growth."""
     group.pager.settle(stream, lens=None if group.table.lockstep else group.pager.columns.needs)
 
 
@@ -219,7 +219,7 @@ def _begin_growing(begun: Sequence[tuple[Group, list[int]]]) -> bool:
 
 
 def _not_promised(group: Group, short: list[int]) -> list[_Want]:
-    """Returns the slots that need pages beyond those that growths in flight will grant."""
+    """Returns the slots that need more pages than growth in flight will grant."""
     promised = {
         (slot, owner): pages for job in group.pager.growths for slot, owner, pages in job.grants
     }
@@ -234,8 +234,8 @@ def _grow_or_leave(groups: Sequence[Group], wants: list[_Want]) -> bool:
     """Maps what fits now and starts reclaiming memory for the remaining pages. Never blocks.
 
     A later call maps the remaining pages, or the `step` waits for them. Returns False if, according
-    to the records, even reclaiming would not free enough. A growth completes as a whole, so slots
-    that must wait for an earlier owner's GPU work get a separate growth.
+    to the records, even reclaiming would not free enough. A `Growth` completes as a whole, so slots
+    that must wait for an earlier owner's GPU work get a separate one.
     """
     before = _left_to_a_step(groups, wants)
     now = [one for one in wants if not one[0].pager.is_held_up(one[1])]
@@ -424,7 +424,7 @@ def _note_short(groups: Sequence[Group]) -> None:
 
 
 def _note_out_of_mappings(groups: Sequence[Group], error: TooManyMappings) -> None:
-    """Records that mappings ran out, and joins runs; growths were already rolled back."""
+    """Records that mappings ran out, and joins runs; the growth was already rolled back."""
     groups[0].pager.runs.refused = str(error)
     _note_short(groups)
     for group in groups:

@@ -178,7 +178,7 @@ def _pages_of(
 
 
 def _make_tier_room(groups: Sequence[Group], group: Group, tier: Tier, pages: int) -> None:
-    """Makes room for pages of a group in a tier; raises OutOfMemory if there is too little."""
+    """Makes room in a tier for a group's pages; raises OutOfMemory if there is not enough."""
     size = group.layout.page_size
     if tier == DEVICE:
         if not reclaim_for([(group.pager, pages)], {}):

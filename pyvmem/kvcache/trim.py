@@ -22,8 +22,8 @@ def begin_trim(group: Group, prefixes: bool | str, leased: bool = False, kept: b
     """Starts unmapping all pages that no request owns; returns True if no unmap is in flight.
 
     With `prefixes`, prefixes are evicted first; "host" also copies their rows to host memory, if
-    that is enabled. With `kept`, kept slots are also unmapped, which by itself frees no memory,
-    since their pages are recorded.
+    that is enabled. With `kept`, kept slots are also unmapped, which does not free memory by
+    itself, since their pages are recorded.
     """
     group.pager.poll()
     group.reclaimer.poll()

@@ -114,9 +114,10 @@ class Truncation:
         | pages kept   | unowned from here on          |
 
     The request's unshared dropped pages stay mapped, like those of a freed slot: the request may
-    get them again, zeroed, and other requests that are short may take them. Pages that are shared
-    or off the device cannot stay without an owner. They are unmapped immediately, and a shared page
-    that is kept in part is replaced with a copy, since the request may write past its last row.
+    get them again, zeroed, and other requests that are short of memory may take them. Pages that
+    are shared or off the device cannot stay without an owner. They are unmapped immediately, and a
+    shared page that is kept in part is replaced with a copy, since the request may write past its
+    last row.
 
     Attributes:
         rows: number of tokens kept.

@@ -13,8 +13,8 @@ Requests do not change before the call runs, so an exception that ends a wait le
 undo. Two kinds of waits remain inside the call: those for copies of a request's own rows and, when
 memory is short, those for reclaimed pages.
 
-Each `before_...` function lists the blockers of one call. For bad
-arguments it returns no blockers, so that the call itself raises the error.
+Each `before_...` function lists the blockers of one call. For bad arguments it returns no blockers,
+so that the call itself raises the error.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class Window:
         return found
 
     def _parted(self, slot: Slot, head: int) -> tuple[int, int]:
-        """Returns the last page up to `head` that splits no 2 MiB entry, and the next such page."""
+        """Returns the last page up to `head` that is not inside a 2 MiB entry, and the next one."""
         if head < slot.large_end and head % slot.block:  # inside a 2 MiB entry
             head -= head % slot.block
             return head, head + slot.block
