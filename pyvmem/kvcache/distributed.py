@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`ParallelKVCache`: one cache per rank, with identical results and no communication per step.
+"""`ParallelKVCache`: one cache per rank; all ranks get identical results without communicating.
 
 When the caches are created, the ranks agree on the number of pages of each cache: the minimum that
 any rank could allocate on its device. Every rank keeps that memory from then on. After that, each
