@@ -261,7 +261,7 @@ class Group:
         return slot
 
     def free_slot(self, reqid: int) -> Slot:
-        """Returns a free slot; raises InvalidArgument if it is in use or retired."""
+        """Returns the slot `reqid`; raises InvalidArgument unless it is free."""
         slot = self.slot(reqid, taken=False)
         if slot.active:
             raise invalid(f"reqid {slot.index} is taken")

@@ -19,7 +19,7 @@ __all__ = ["IDLE_SECONDS", "IdleThread"]
 _log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.5  # default of `KVCacheConfig.idle_seconds` if the cache owns its context
-_LOOKS = 4  # checks per idle_seconds, so trimming is at most 1 / _LOOKS of this time late
+_LOOKS = 4  # checks per idle_seconds, so a trim is late by at most idle_seconds / _LOOKS
 _PAUSE_S = 0.001  # pause between two pieces of work, so that a waiting call gets the lock
 
 

@@ -280,7 +280,7 @@ def cost(
     grows = [layout for layout in layouts if not layout.state]
     units = [choice.page_size // gcd(choice.page_size, layout.row_bytes) for layout in grows]
     unit = lcm(*units)
-    kept = unit if grows == layouts else 1  # prefixes are not cached for models with a state
+    kept = unit if grows == layouts else 1  # stateful models do not cache prefixes
     each = [held_by(layout, choice.page_size, kept, requests) for layout in layouts]
     held = Held(
         mapped=sum(one.mapped for one in each),

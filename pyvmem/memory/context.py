@@ -232,7 +232,7 @@ class Context(AddressSpace, Closable):
         large: bool = False,
         into: Reservation | None = None,
     ) -> Reservation:
-        """Reserves `size` bytes of addresses, without backing memory.
+        """Reserves `size` bytes of address space, without backing memory.
 
         Args:
             size: a multiple of the granule.

@@ -356,7 +356,7 @@ def core_stream(work: Work, device: int) -> Any:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         with torch.cuda.device(device):  # default streams belong to the current CUDA context,
-            torch.cuda.is_current_stream_capturing()  # which a thread's first call creates
+            torch.cuda.is_current_stream_capturing()  # created by each thread's first call
     core: Any = sys.modules.get("cuda.core") or sys.modules["cuda.core.experimental"]
     return core.Stream.from_handle(stream_handle(work.source, device) or _LEGACY)
 

@@ -91,7 +91,7 @@ def real(name: str, value: Any, high: int, *, op: str, positive: bool = False) -
     except OverflowError:
         number = math.inf
     except (TypeError, ValueError, RuntimeError):
-        # RuntimeError: a torch tensor of several elements
+        # RuntimeError: a torch tensor with more than one element
         raise invalid(f"{name} must be a number, not {shown(value)}", op=op) from None
     if not 0.0 <= number <= high or (positive and not number):  # also rejects NaN
         bounds = "be above 0 and at most" if positive else "be between 0 and"

@@ -123,7 +123,7 @@ class Recorder:
         self._start = time.perf_counter()
 
     def __call__(self, record: StepRecord) -> None:
-        """Records a step; the engine calls this in every step."""
+        """Records a step; the engine calls this on every step."""
         lengths = [tokens for _, _, tokens in record.requests]
         self.curve.append(self.own.add(lengths))
         for layout in self.others:

@@ -65,8 +65,7 @@ def counts(context: pyvmem.Context) -> tuple[int, ...]:
 
 
 def test_no_memory_is_touched(backend: str) -> None:
-    """Uses a terabyte of addresses without pages, where reading one byte would crash the
-    process."""
+    """Uses a terabyte of address space without pages; reading one byte crashes the process."""
     with open_context(backend) as context:
         size = 1 << 40
         plain = pyvmem.Caps.PLAIN in context.info.caps and backend != "host"

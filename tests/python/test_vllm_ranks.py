@@ -165,7 +165,7 @@ def test_a_closed_server_answers_no_client(folder: Path) -> None:
 def test_a_rank_that_answered_too_late_is_lost(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its late answer is not mistaken for the answer to the next call."""
+    """Its late reply is not mistaken for the reply to the next call."""
     monkeypatch.setattr(channel, "_TIMEOUT", 0.2)
     one, late = memory(), threading.Event()
     server = Server(new_address(Settings(ledger=str(folder))), one)

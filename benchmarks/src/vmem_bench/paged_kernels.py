@@ -212,7 +212,7 @@ class Fa3:
         return self._call(case, table, splits)
 
     def slots(self, case: Case) -> Call:
-        """Returns a call to the op over a batch of slots, with a page table for decoding."""
+        """Returns a function that calls the op on a batch of slots; decoding uses a page table."""
         return of_slots("fa3", "fa3-paged", case, self._device)
 
     def _call(self, case: Case, table: torch.Tensor | None, splits: int) -> Call:

@@ -117,7 +117,7 @@ def hits(part: Part, shape: ModelShape, prompts: list[Any], budgets: list[int]) 
 def turns(
     part: Part, shape: ModelShape, prompts: list[Any], budgets: list[int], slots: int
 ) -> None:
-    """Adds the fractions of hits, next turns and hit tokens that were still mapped, by budget."""
+    """Adds a row per budget: the fractions of hits, next turns and hit tokens still mapped."""
     from vmem_bench.prefix_replay import Turns, common_tokens
 
     unit = cost(shape, Choice(*_LAYOUTS[0]), [Request(1, 1)], _LAYOUTS[0][1]).sharing_unit

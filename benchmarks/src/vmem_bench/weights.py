@@ -30,7 +30,7 @@ def register_vllm() -> None:
 
 
 def draw(model: Any) -> None:
-    """Draws all weights of a model, with the same result in every process."""
+    """Draws all of a model's weights at random, identically in every process."""
     import torch
 
     for number, (name, parameter) in enumerate(model.named_parameters()):

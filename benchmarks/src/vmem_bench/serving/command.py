@@ -263,7 +263,10 @@ class _Runner:
         return LeadingForward(self.model, Told(store, self.group), *rest)
 
     def sweep(self) -> None:
-        """Closes the stores after a run; in `serve`, an error's frames would hold the tensors."""
+        """Closes the stores after a run.
+
+        After an error in `serve`, the traceback's frames would otherwise keep the tensors alive.
+        """
         import torch
 
         gc.collect()

@@ -75,8 +75,8 @@ class _Engine:
     def memory(self) -> dict[str, int]:
         """Returns the engine's memory in bytes.
 
-        `device` is the device memory allocated since before the engine's start, and `mapped` the
-        amount that the ledger records.
+        `device` is the device memory allocated since just before the engine started, and `mapped`
+        the amount that the ledger records.
         """
         account = self.account() if self.plan["elastic"] else None
         found = {"mapped": account.used} if account is not None else {}

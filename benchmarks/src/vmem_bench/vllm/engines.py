@@ -328,7 +328,7 @@ class Fleet:
 
     @property
     def block_bytes(self) -> int:
-        """The size of a block in all layers, in bytes."""
+        """The total size of a block across all layers, in bytes."""
         row = 2 * self.shape["num_key_value_heads"] * self.shape["head_dim"]
         item = 4 if self.command.quick else 2
         return int(self.block_size * row * item * self.shape["num_hidden_layers"])
