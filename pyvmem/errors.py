@@ -191,8 +191,8 @@ class NotRecoverable(VMemError):
 class Reentered(RuntimeError):
     """A signal handler, log handler or finalizer called a cache during another call on it.
 
-    Nothing changed. This is not a `VMemError`, as the interrupted call has not failed. If the error
-    propagates from a signal handler, it aborts the interrupted call like Ctrl-C.
+    Nothing changed. This is not a `VMemError`, since the interrupted call has not failed. If the
+    error propagates from a signal handler, it aborts the interrupted call like Ctrl-C.
 
     Attributes:
         op: the function that was called.

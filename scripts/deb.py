@@ -63,7 +63,7 @@ def changelog(upstream: str, who: str, when: int) -> str:
 
 
 def make_orig(source: Path, folder: Path, upstream: str, when: int) -> Path:
-    """Creates a source tree's upstream archive, with a fixed order, timestamps and owner."""
+    """Creates a source tree's upstream archive, with a fixed file order, timestamps and owner."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as archive:
         for path in sorted(source.rglob("*")):

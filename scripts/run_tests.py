@@ -75,7 +75,7 @@ C_ON_STOCK_LONG = (
 )
 # Drivers, each with the Debian suite of its kernel, as in tests/kernel/manifest/kernels.py.
 NEWER_KERNELS = (("550.163.01", "--suite", "trixie"),)
-# The slowest files in each directory. They start first, so that processors do not idle at the end.
+# The slowest files in each directory. They start first, so that no processor sits idle at the end.
 LONGEST = {
     "tests/python": ("compiled", "serve_identity", "example_engine", "parallel", "interrupts"),
     "tests/vllm": ("engine", "pool", "bench", "server", "example"),

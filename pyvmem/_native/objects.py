@@ -135,7 +135,7 @@ def memory_query(vm: int, location: int, device: int) -> Any:
 
 
 def reserve(vm: int, size: int, flags: int, align: int, *, outcome: Outcome | None = None) -> int:
-    """Reserves addresses; returns the first address."""
+    """Reserves an address range; returns its start address."""
     opts = sized("struct vmem_reserve_opts *", "vMemReserve", flags=flags, align=align)
     made = outcome or Outcome()
     call(lib.pyvmem_reserve, made.cell, vm, size, opts)

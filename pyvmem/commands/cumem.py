@@ -147,7 +147,7 @@ class CuMem:
     # Untimed calls.
 
     def reserve(self, nbytes: int) -> int:
-        """Reserves an address range; returns its first address."""
+        """Reserves an address range; returns its start address."""
         return int(self.cuda.call(self.driver.cuMemAddressReserve, *self.reserve_args(nbytes)))
 
     def free(self, addr: int, nbytes: int) -> None:

@@ -208,7 +208,7 @@ class TorchMemorySaver:
         with self._lock:
             tags = list(self._tags) if tag is None else [tag]
             known = [(one, backup) for one in tags for backup in self._tags.get(one, ())]
-            # regions with a backup first, as the backup may fail
+            # regions with a backup first, since the backup may fail
             return sorted(known, key=lambda region: not region[1])
 
     def get_cpu_backup(self, x: torch.Tensor, zero_copy: bool = False) -> torch.Tensor:

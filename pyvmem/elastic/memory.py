@@ -420,7 +420,7 @@ class KVMemory:
     def total(self) -> int:
         """Returns the device's total memory in bytes.
 
-        On the CPU, this is the total host memory within the cgroup limit.
+        On the CPU, this is the total host memory, capped at the cgroup limit.
         """
         return self.context.memory().total_bytes
 

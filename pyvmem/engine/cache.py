@@ -189,8 +189,8 @@ class RequestCache(Closable):
     ) -> Future[Request | Shortage]:
         """Runs `admit` in the background, since mapping a long prefix takes milliseconds.
 
-        Raises the errors of `admit` for a bad prompt, namespace or stream; other errors are set on
-        the future.
+        Raises the same errors as `admit` for a bad prompt, namespace or stream; other errors are
+        set on the future.
         """
         self._alone("admit_async")
         check(stream)
@@ -339,8 +339,8 @@ class RequestCache(Closable):
     def capacity(self, request: Request) -> int:
         """Returns how many tokens fit in the request's pages.
 
-        An `extend` up to this number does not map memory. Pages that `prepare` and `admit`
-        requested count once they are mapped. Raises the errors of `Request.slot`.
+        An `extend` up to this length maps no memory. Pages that `prepare` and `admit`
+        requested count once they are mapped. Raises the same errors as `Request.slot`.
         """
         self._refuse_busy(request)
         with self._turns, self._journal:
@@ -371,8 +371,8 @@ class RequestCache(Closable):
     ) -> list[Request] | Shortage:
         """Creates new requests that begin with a request's rows, for sampling or beam search.
 
-        Creates all of them or none, and raises the errors of `KVCache.fork_many`. Full pages are
-        shared, read-only. The new requests have the parent's namespace.
+        Creates all of them or none, and raises the same errors as `KVCache.fork_many`. Full pages
+        are shared, read-only. The new requests have the parent's namespace.
 
         Args:
             request: the parent, which continues unchanged.
@@ -413,7 +413,7 @@ class RequestCache(Closable):
     def record(self, request: Request, tokens: Any, stream: Any = None) -> int:
         """Records a running request's rows under their tokens, in its namespace.
 
-        Returns the number of tokens now recorded. Raises the errors of `KVCache.record`, and
+        Returns the number of tokens now recorded. Raises the same errors as `KVCache.record`, and
         BadHandle if the namespace is closed.
         """
         self._refuse_busy(request)

@@ -82,7 +82,7 @@ class Request:
         return slot
 
     def require(self, state: State) -> None:
-        """Raises the errors of `slot` unless the request is in the given state."""
+        """Raises the same errors as `slot` unless the request is in the given state."""
         now = self.state  # read only once: a background call may change the state
         if now is not state:
             raise self.refusal(now, state)

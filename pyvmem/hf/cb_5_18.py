@@ -99,7 +99,7 @@ class SlotCache(SlotCacheBase):
         return free / total if relative else free * self.requests.parts[0].layout.page_size
 
     def evict_cached_blocks(self) -> bool:
-        """Returns false, as the KV cache evicts prefixes itself when pages are needed."""
+        """Returns false, because the KV cache evicts prefixes itself when pages are needed."""
         return False
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:

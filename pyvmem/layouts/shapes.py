@@ -78,7 +78,7 @@ class ModelShape:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that a token adds in all layers, on one rank."""
+        """Bytes that a token adds across all layers, on one rank."""
         return sum(_bytes(config) for config in self.configs() if not config.state)
 
     @property

@@ -9,7 +9,7 @@ Objects that name GPU work, accepted as ``stream`` and ``after`` arguments:
     FdEvent                                              work until its descriptor polls readable
 
 Only `work_of` classifies these objects; it rejects all others. The caller must not record an event
-again before its work is complete, as the event would then represent other work.
+again before its work is complete, because the event would then represent other work.
 
 CUDA graphs: a stream that is being captured has no work to wait for, and cannot be made to wait for
 work outside the capture. Calls that would need either are rejected (InvalidArgument), and the

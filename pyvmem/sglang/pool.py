@@ -276,7 +276,7 @@ class PagePool:
 
         The posted bytes include what the requests queued behind it lack and the pages to map
         ahead; otherwise each request in turn would wait for other engines. They also include the
-        engine's room, as the ledger counts only bytes beyond the room as a shortage.
+        engine's room, since the ledger counts only bytes beyond the room as a shortage.
         """
         self._lacked = True
         count = max(count, self.count_waiting() - self.obtainable()) + self._ahead

@@ -117,7 +117,7 @@ def _knows(peer: socket.socket, word: str) -> bool:
 
 
 def _join(threads: Iterable[threading.Thread]) -> None:
-    """Joins threads except the current one, which may be running a finalizer."""
+    """Joins all threads except the current one, which may be running a finalizer."""
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join(_CLOSING)

@@ -196,7 +196,8 @@ def test_the_newest_request_waits_and_loses_nothing() -> None:
     config = SMALL.config(max_batch=1, max_seq_len=16)
     memory = Pages(Layout(config, KB), 3 * KB * 4)
     found = replay(requests, memory, SMALL.token_bytes)
-    # 1: A 8, B 8, C 8.  2: A 9 (two pages); B 9 does not fit, so B waits.  3: A 10.  4: B 9.
+    # Lengths by step. 1: A 8, B 8, C 8. 2: A 9 (two pages); B 9 does not fit, so B waits. 3: A 10.
+    # 4: B 9.
     assert (found.iterations, found.limited, found.preemptions) == (4, 2, 1)
     assert (found.mean_batch, found.max_batch) == (1.0, 1)
     assert memory.mapped_bytes() == 0

@@ -24,8 +24,8 @@ UNKNOWN = "625.10"
 WARNING = "of a branch that this library does not know (530 to 620)"
 TABLE = "whose layouts are known only from gVisor's table"
 
-# Opens each case through probe, and through "auto", whose context it uses; prints the outcomes as
-# JSON.
+# Tries each case with probe and with "auto", uses the context that "auto" opens, and prints the
+# outcomes as JSON.
 CHILD = """
 import json, logging, os, sys
 import pyvmem

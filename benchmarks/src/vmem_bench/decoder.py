@@ -50,7 +50,7 @@ class Sizes:
 
     @property
     def token_bytes(self) -> int:
-        """The size in bytes of a token's bfloat16 keys and values in all layers."""
+        """The size in bytes of a token's bfloat16 keys and values across all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * 2
 
     def on_ranks(self, ranks: int) -> Sizes:

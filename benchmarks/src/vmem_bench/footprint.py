@@ -73,7 +73,7 @@ class Model:
 
     @property
     def token_bytes(self) -> int:
-        """The size in bytes of a token's bfloat16 keys and values in all layers."""
+        """The size in bytes of a token's bfloat16 keys and values across all layers."""
         return 2 * 2 * self.layers * self.row
 
 

@@ -243,7 +243,7 @@ class Fa2:
         self._device = device
 
     def splits(self, case: Case) -> tuple[int, ...]:
-        """Returns only 0, as the kernel always chooses the number of splits."""
+        """Returns only 0, because the kernel always chooses the number of splits."""
         return (0,)
 
     def contiguous(self, case: Case, splits: int) -> Call:

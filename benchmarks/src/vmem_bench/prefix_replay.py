@@ -161,7 +161,7 @@ class Tree:
 
     Args:
         unit: tokens per unit.
-        token_bytes: size of a token's keys and values in all layers.
+        token_bytes: size of a token's keys and values across all layers.
         budget: memory for keys and values, in bytes.
     """
 
@@ -222,7 +222,7 @@ class Sliding:
 
     Args:
         unit: tokens per unit; the same for all layers.
-        token_bytes: size of a token's keys and values in all layers.
+        token_bytes: size of a token's keys and values across all layers.
         budget: memory for keys and values, in bytes.
         layers: the numbers of sliding layers and of all layers.
         kept: number of tokens that sliding layers need before the next token.
@@ -319,7 +319,7 @@ class Blocks:
 
     Args:
         block: tokens per block, a divisor of 512.
-        token_bytes: size of a token's keys and values in all layers.
+        token_bytes: size of a token's keys and values across all layers.
         budget: memory for keys and values, in bytes.
     """
 

@@ -133,7 +133,7 @@ def replay(requests: Sequence[Request], memory: Memory, token_bytes: int) -> Out
     Args:
         requests: the requests in order of admission.
         memory: memory that holds no request yet.
-        token_bytes: size of a token's keys and values in all layers.
+        token_bytes: size of a token's keys and values across all layers.
 
     Raises:
         InvalidArgument: there are no requests, or one is too large for the memory.

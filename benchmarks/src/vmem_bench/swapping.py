@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Blocks", "add_parser", "run"]
 
-_HOST = 16 << 30  # limit in bytes on the host memory for prefixes, which is allocated as needed
+_HOST = 16 << 30  # maximum host memory for prefixes, in bytes; allocated as needed
 _OVERREAD = 192  # rows read past a request's end: FlashAttention-3 reads whole tiles
 _METHOD = {
     "time": "host clock around the call and synchronize",

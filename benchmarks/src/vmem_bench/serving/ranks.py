@@ -216,7 +216,7 @@ class LeadingForward(Forward):
 
 
 def follow(group: Group, make: Callable[[Run], Forward], sweep: Callable[[], None]) -> None:
-    """Runs the loop of the other ranks, which follow rank 0's runs until it sends None.
+    """Runs the loop on ranks other than 0: repeats rank 0's runs until it sends None.
 
     Args:
         group: the group of all ranks.

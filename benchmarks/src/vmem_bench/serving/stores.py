@@ -77,7 +77,7 @@ class Store(ABC):
     Attributes:
         slots: maximum number of requests at a time.
         longest: maximum number of tokens in a request.
-        token_bytes: size of a token's keys and values in all layers.
+        token_bytes: size of a token's keys and values across all layers.
         layers: keys and values ``[N, places, kv_heads, head_dim]``, to which rows are written.
         contiguous: true if a request's rows are ``layers[...][slot]``.
         table: the paged kernel's view; None if no paged kernel is used.

@@ -71,7 +71,7 @@ class _Mixed(Fleet):
 
     @property
     def token_bytes(self) -> int:
-        """The size of a token's keys and values in all layers, in bytes."""
+        """The size of a token's keys and values across all layers, in bytes."""
         return self.block_bytes // self.block_size
 
     def _options(self, plan: Plan, count: int) -> dict[str, Any]:

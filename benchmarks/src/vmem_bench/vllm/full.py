@@ -49,7 +49,7 @@ def filling(
 
     Args:
         memory: size of the KV cache in bytes.
-        token_bytes: size of a token's keys and values in all layers.
+        token_bytes: size of a token's keys and values across all layers.
         count: number of requests.
         output: number of tokens that each request generates.
         longest: maximum number of tokens in a prompt and its answer.
