@@ -9,11 +9,11 @@
     idle_blocks     chooses which idle block is handed out first
     quota           limits the bytes that the engine maps on each device
     peak            tracks the maximum over a sliding window
-    metrics         exports the ledger's figures on the engine's /metrics
+    metrics         adds the ledger's metrics to the engine's /metrics
     engine_source   checks an engine's source for the symbols that a plug-in uses
     versions        decides whether an engine's version is supported
 
-`pyvmem.vllm` and `pyvmem.sglang` are built on it.
+`pyvmem.vllm` and `pyvmem.sglang` are built on this package.
 """
 
 __all__: list[str] = []

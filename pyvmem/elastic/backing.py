@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: MIT
 """Tracks which blocks of an engine have memory. Runs in the engine's scheduler.
 
-A block is *backed* when all its pages are mapped on every rank, otherwise *unbacked*. The engine's
-free list contains only backed blocks. A page that several blocks share has a reference count; it is
-unmapped once the last of these blocks is retired.
+A block is *backed* if all of its pages are mapped on every rank, and *unbacked* otherwise. The
+engine's free list contains only backed blocks. A page shared by several blocks has a reference
+count and is unmapped once the last of those blocks is retired.
 
     unbacked -- begin, run, finish --> backed -- retire, sent, confirm --> unbacked
 
-Growing takes three calls, so that mapping runs without the lock:
+Growing takes three calls so that the mapping can run without the lock:
 
     growth = backing.begin(count)       # picks blocks and reserves their bytes in the quota
     growth.run(workers)                 # maps on every rank, all or nothing
@@ -67,7 +67,7 @@ class Workers(Protocol):
 
 @dataclass(eq=False)
 class Growth:
-    """A set of blocks that are being backed.
+    """A set of blocks being backed.
 
     Attributes:
         blocks: ids of the blocks.
@@ -103,7 +103,7 @@ class Release:
 
 @dataclass
 class Counters:
-    """Totals since the engine's start.
+    """Totals since the engine started.
 
     Attributes:
         grown_blocks, grown_bytes, growths: blocks backed, bytes mapped, and grow operations
@@ -129,13 +129,13 @@ class Counters:
 class Backing:
     """Tracks the state of each page and block of an engine.
 
-    Block 0, the null block or padding page, is always backed. A single request may need thousands
-    of blocks, so growing does not loop over blocks in Python.
+    Block 0 (vLLM's null block, SGLang's padding page) is always backed. A single request may need
+    thousands of blocks, so growing avoids Python loops over blocks.
 
     Attributes:
         geometry: the engine's geometry.
         quota: the quota that grants bytes before they are mapped.
-        unbacked: number of unbacked blocks, not counting those that are growing.
+        unbacked: number of unbacked blocks, not counting those being backed.
         mapped_bytes: bytes mapped, including those being mapped or unmapped.
         unmapping_bytes: the part of `mapped_bytes` that is being unmapped.
         outbox: releases not yet sent to any rank.
@@ -159,7 +159,7 @@ class Backing:
         self._blocks[0] = _GROWING
         self._block_states = np.frombuffer(self._blocks, dtype=np.uint8)  # a view of `_blocks`
         self.unbacked = self.geometry.num_blocks - 1
-        self._asked, self._asked_at = 0, -_AGAIN  # last result of `owed` and its time
+        self._asked, self._asked_at = 0, -_AGAIN  # the last result of `owed` and its time
         self._sent: dict[int, Release] = {}
         self._last = 0
         self._null = Growth([0], runs_of([self.geometry.pages(kind, 0) for kind in kinds]), 0)
@@ -183,7 +183,7 @@ class Backing:
         return self._null
 
     def back_null(self, patience: float) -> None:
-        """Waits until other engines leave room for the null block, and records it as backed.
+        """Waits for other engines to leave room for the null block, then records it as backed.
 
         Raises:
             MemoryError: there was still no room after `patience` seconds; the quota is closed.
@@ -205,8 +205,8 @@ class Backing:
     def begin(self, count: int) -> Growth | None:
         """Picks up to `count` unbacked blocks, lowest first, within the quota.
 
-        Starting from the lowest addresses keeps the number of runs small. Further blocks that fit
-        on the same pages are added, since they need no more memory.
+        Starting from the lowest addresses keeps the number of runs small. Blocks beyond `count`
+        that fit on the same pages are added as well, since they need no extra memory.
 
         Returns:
             The `Growth` to run and finish; None if no block can be backed now.
@@ -223,13 +223,13 @@ class Backing:
         return growth
 
     def _pick(self, count: int, room: int) -> tuple[Growth, bool]:
-        """Picks blocks for `begin`; also returns whether `room` or `count` excluded any."""
+        """Picks blocks for `begin`; also returns whether `room` or `count` excluded candidates."""
         geometry, kinds = self.geometry, range(len(self.geometry.classes))
         sharing = geometry.page_size // min(one.block_bytes for one in geometry.classes)
         changing = [int(np.count_nonzero(state >= _MAPPING)) for state in self._state]
         unbacked = np.flatnonzero(self._block_states == _UNBACKED)
-        # Blocks on pages in flight are dropped below. At most `sharing` + 2 blocks touch a page, so
-        # enough candidates remain.
+        # Blocks on pages that are being mapped or unmapped are dropped below. At most
+        # `sharing` + 2 blocks touch a page, so enough candidates remain.
         most = count + sharing + (sharing + 2) * sum(changing)
         blocks = unbacked[:most]
         for kind in filter(changing.__getitem__, kinds):
@@ -254,8 +254,8 @@ class Backing:
     def _pages(self, kind: int, blocks: Any) -> tuple[Any, Any]:
         """Returns the pages that `blocks` touch in a class, and the index of each page's block.
 
-        A vectorized `Geometry.pages`. Pages are listed block by block, so they ascend if the blocks
-        ascend.
+        This is a vectorized `Geometry.pages`. Pages are listed block by block, so they are in
+        ascending order if the blocks are.
         """
         size, page = self.geometry.classes[kind].block_bytes, self.geometry.page_size
         first, end = blocks * size // page, ((blocks + 1) * size - 1) // page + 1
@@ -273,7 +273,7 @@ class Backing:
             self._state[kind][first : first + count] = state
 
     def _count(self, blocks: Sequence[int], by: int) -> list[list[int]]:
-        """Adds `by` to the user counts of the blocks' pages; returns pages left without users."""
+        """Adds `by` to the user counts of the blocks' pages; returns the pages without users."""
         unused: list[list[int]] = []
         for kind, users in enumerate(self._users):
             pages, _ = self._pages(kind, np.asarray(blocks, dtype=np.int64))
@@ -310,7 +310,8 @@ class Backing:
         self.quota.give(growth.nbytes)
         self._block_states[growth.blocks] = _UNBACKED
         self.unbacked += len(growth.blocks)
-        # Other blocks on these pages were retired during the growth, which kept the pages mapped.
+        # These pages were mapped before. Their other blocks have been retired since, but this
+        # growth kept the pages from being unmapped.
         self._release([[p for p in pages if self._state[k][p] == _MAPPED]
                      for k, pages in enumerate(unused)])  # fmt: skip
         return []
@@ -318,12 +319,12 @@ class Backing:
     # ---- releasing -------------------------------------------------------------------------------
 
     def retire(self, blocks: list[int]) -> int:
-        """Marks backed blocks as unbacked; the engine's free list must no longer contain them.
+        """Marks backed blocks as unbacked; they must already be off the engine's free list.
 
-        Puts a release of the pages that no other block uses into `outbox`.
+        Adds a release of the pages that no other block uses to `outbox`.
 
         Returns:
-            The bytes of these pages.
+            The size of these pages in bytes.
 
         Raises:
             AssertionError: a block is not backed, or is the null block.
@@ -356,12 +357,12 @@ class Backing:
     ) -> list[int]:
         """Returns up to `most` blocks from `emptied_by`, in whole groups, highest addresses first.
 
-        Growth takes the lowest addresses, so this keeps used memory contiguous.
+        Growth takes the lowest addresses first, so this keeps used memory contiguous.
 
         Args:
             blocks: candidates, such as all idle blocks.
             most: maximum number of blocks.
-            at_least: include the last group even if it exceeds `most`.
+            at_least: include the last group even if that exceeds `most`.
         """
         size, page = self.geometry.group_unit
         groups: dict[int, list[int]] = {}
@@ -386,14 +387,14 @@ class Backing:
         return release.nbytes
 
     def send(self) -> list[Release]:
-        """Empties `outbox` and returns its releases, which the caller sends to all ranks."""
+        """Empties `outbox` and returns its releases, which the caller must send to all ranks."""
         sent, self.outbox = self.outbox, []
         self._sent.update((one.number, one) for one in sent)
         self.counters.releases += len(sent)
         return sent
 
     def confirm(self, number: int, failure: str | None) -> None:
-        """Records that all ranks have unmapped a release; requeues it after a failure."""
+        """Records that all ranks have handled a release; requeues it if any of them failed."""
         release = self._sent.pop(number)
         if failure is not None:
             self.counters.failures += 1
@@ -410,11 +411,11 @@ class Backing:
         """Returns the bytes to free now, given the `excess` that the quota reports.
 
         An idle engine that is asked again within a second frees twice as much as before. If it
-        freed only what is needed, every request on the other engine would wait for memory.
+        freed only what was asked for, every request on the other engine would wait for memory.
 
         Args:
-            excess: bytes to free, including those being unmapped.
-            now: the time in seconds.
+            excess: bytes to free, including those already being unmapped.
+            now: the current time in seconds.
             idle: whether the engine is idle.
             floor: bytes that the engine keeps, unless `excess` requires them.
         """
@@ -439,7 +440,7 @@ class Backing:
         return self._blocks[block] == _BACKED
 
     def live_bytes(self, blocks: Iterable[int]) -> int:
-        """Returns the total bytes of the pages that these blocks touch."""
+        """Returns the total size in bytes of the pages that these blocks touch."""
         total = 0
         for kind in range(len(self.geometry.classes)):
             pages = {page for block in blocks for page in self.geometry.pages(kind, block)}
@@ -447,7 +448,7 @@ class Backing:
         return total
 
     def check(self) -> list[str]:
-        """Checks the records; returns a message for each inconsistency. Slow."""
+        """Checks the records and returns a message for each inconsistency. Slow."""
         wrong: list[str] = []
         mapped = 0
         if self.unbacked != (unbacked := self._blocks.count(_UNBACKED)):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Chooses the page size of the pool.
 
-Small pages cost time when a lot of memory is mapped; large pages waste memory when little is:
+Small pages slow down attention when a lot of memory is mapped; large pages waste memory otherwise:
 
                                        64 KB entries               2 MB entries
     attention, up to 8 GiB mapped      1.00 of cudaMalloc's time   1.00
@@ -9,13 +9,13 @@ Small pages cost time when a lot of memory is mapped; large pages waste memory w
     above, one tensor for all layers   3.4 to 6.3                  1.00
     memory held when idle              live data                   + two pages per tensor
 
-The times were measured on an H100 and an H200 (benchmarks/kernels). They begin to differ between 8
-and 16 GiB, so the threshold is 8 GiB.
+The times were measured on an H100 and an H200 (benchmarks/kernels). They start to differ
+between 8 and 16 GiB, so the threshold is 8 GiB.
 
-Since vLLM 0.32, all layers of a block may be contiguous (VLLM_KV_CACHE_LAYOUT=BLHNC or BLNHC). If
-such a block's size is a multiple of 2 MB, the block shares no large page with another: prefixes
-never have to move, and one call maps the block. The pool does not request this layout: on a full
-H100 it makes each decode step 1.2 to 1.4 % longer, even in stock vLLM
+Since vLLM 0.32, all layers of a block can be contiguous (VLLM_KV_CACHE_LAYOUT=BLHNC or BLNHC). If
+the size of such a block is a multiple of 2 MB, it shares no large page with other blocks: prefixes
+never have to move, and one call maps the block. The pool does not request this layout because, on a
+full H100, it makes each decode step 1.2 to 1.4% slower, even in stock vLLM
 (results/logs/h100-vllm-layouts.log).
 """
 
@@ -36,17 +36,17 @@ _PART = 32  # two large pages per tensor may cost at most 1/32 of the memory tha
 def choose_page(
     num_blocks: int, sizes: Sequence[int], most: int, asked: int, limit: int | None
 ) -> tuple[int, str]:
-    """Returns the page size for KV tensors in bytes, and the reason to log.
+    """Returns the page size for the KV tensors in bytes, and the reason for it, to be logged.
 
     Args:
         num_blocks: number of blocks in each tensor.
         sizes: size of each tensor in bytes.
         most: maximum number of bytes that can be mapped at once.
-        asked: ``VMEM_PAGE_SIZE`` in bytes; 0 if it is unset.
-        limit: ``VMEM_LIMIT`` in bytes; None if it is unset.
+        asked: ``VMEM_PAGE_SIZE`` in bytes; 0 if unset.
+        limit: ``VMEM_LIMIT`` in bytes; None if unset.
 
     Raises:
-        ValueError: one page of size `asked` in each tensor exceeds the limit.
+        ValueError: a page of `asked` bytes in each tensor adds up to more than the limit.
     """
     if asked:
         together = asked * len(sizes)

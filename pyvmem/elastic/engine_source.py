@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Checks an engine's source for the symbols that a plug-in uses, without importing the engine.
 
-The result decides whether an unknown version is tried or rejected. A script uses this module to
-compare two releases. A plug-in uses a symbol in one of four ways:
+The result decides whether an unknown version is tried or rejected. `scripts/vllm_internals.py`
+uses this module to compare two releases. A plug-in uses a symbol in one of four ways:
 
     replaced     our function runs instead of the engine's, on its class or on one object
     overridden   a method of our subclass overrides it and calls it
@@ -30,7 +30,7 @@ class Symbol:
         module: name of the module, relative to the engine's package.
         name: ``function``, ``Class`` or ``Class.member``.
         use: replaced, overridden, called or read.
-        why: the reason for the use, in a few words.
+        why: why we use it, in a few words.
         takes: parameters that we pass or rely on, in order.
         calls: calls that its body must contain, since our code runs inside them.
     """
@@ -71,9 +71,9 @@ class Source:
         return ast.parse(self._text(module))
 
     def find(self, module: str, name: str) -> tuple[str, _Node] | None:
-        """Returns the module and the node that define a name, or None.
+        """Returns the module and the node that define `name`, or None if there are none.
 
-        A member is also looked up in the base classes.
+        Members are also looked up in base classes.
         """
         owner, _, member = name.partition(".")
         for node in self._tree(module).body:
@@ -93,7 +93,7 @@ class Source:
         for node in owner.body:
             if isinstance(node, _Node) and name in _names(node):
                 return module, node
-        for one in ast.walk(owner):  # self.name = ..., mostly in __init__
+        for one in ast.walk(owner):  # self.name = ..., usually in __init__
             if isinstance(one, ast.Assign | ast.AnnAssign) and f"self.{name}" in _names(one):
                 return module, one
         for base in owner.bases:

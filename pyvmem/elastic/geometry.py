@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: MIT
 """Maps the blocks of an engine's KV cache to physical pages.
 
-vLLM allocates one tensor per layer, per few layers or for all layers, and divides each into
-`num_blocks` equal blocks (the outermost dimension): block i of a tensor is the bytes from ``i * n``
-to ``(i + 1) * n``. Tensors with the same n form a class: their blocks lie on pages with the same
-indices.
+vLLM allocates one tensor per layer, one for every few layers or one for all layers, and divides
+each into `num_blocks` equal blocks (the outermost dimension): block i of a tensor occupies bytes
+``i * n`` to ``(i + 1) * n``. Tensors with the same n form a class: their blocks lie on pages with
+the same indices.
 
     class 0, n = 24 KiB, pages of 64 KiB     | page 0          | page 1          | page 2 ...
                                              | 0  | 1  | 2  : 2 | 3  | 4  | 5 : 5| ...
 
-Block 2 touches pages 0 and 1; page 0 holds blocks 0, 1 and a part of 2. A page is identified by its
+Block 2 touches pages 0 and 1; page 0 holds blocks 0, 1 and part of 2. A page is identified by its
 class and index, and stands for the page with that index in every tensor of the class.
 """
 
@@ -66,7 +66,7 @@ class Geometry:
 
     @classmethod
     def of(cls, num_blocks: int, page_size: int, sizes: Iterable[int]) -> Geometry:
-        """Builds the geometry for tensors of these sizes in bytes.
+        """Builds the geometry for tensors of the given sizes in bytes.
 
         Raises:
             ValueError: `num_blocks` does not divide the size of a tensor.
@@ -117,8 +117,8 @@ class Geometry:
     def group_unit(self) -> tuple[int, int]:
         """The pair that maps blocks to groups: block b is in group ``b * unit[0] // unit[1]``.
 
-        A group consists of the blocks that begin in the same page. If blocks do not share pages,
-        each block forms its own group.
+        A group consists of the blocks that start on the same page. If blocks do not share pages,
+        each block is a group of its own.
         """
         if self._sharing < 0:
             return 1, 1
@@ -136,7 +136,7 @@ class Geometry:
     def group_bytes(self) -> int:
         """The minimum number of bytes freed when a group becomes empty.
 
-        The first and last group may free less.
+        The first and last groups may free less.
         """
         found = []
         for group in range(1, 17):
@@ -150,7 +150,7 @@ class Geometry:
         return max(1, min(found, default=1))
 
     def most_bytes(self, blocks: int) -> int:
-        """Returns how many bytes `blocks` consecutive blocks need with the worst alignment."""
+        """Returns how many bytes `blocks` consecutive blocks need in the worst alignment."""
         total = 0
         for kind, one in enumerate(self.classes):
             spill = 0 if one.block_bytes % self.page_size == 0 else 1
@@ -159,7 +159,7 @@ class Geometry:
         return total
 
     def scattered_bytes(self, blocks: int) -> int:
-        """Returns how many bytes `blocks` blocks need if no shared pages are adjacent."""
+        """Returns how many bytes `blocks` blocks need if no two of their pages are adjacent."""
         size, page = self.group_unit
         pages = -(-blocks // (page // size))
         return self.most_bytes(-(-pages * page // size))
@@ -181,7 +181,7 @@ def blocks_are_outermost(
 ) -> bool:
     """Returns true if each block is contiguous in a layer's view of its tensor.
 
-    `Geometry` requires contiguous blocks. Some attention back ends put all keys before all values.
+    `Geometry` requires this, but some attention back ends put all keys before all values.
 
     Args:
         shape, strides: the view's shape and strides, in elements.

@@ -22,7 +22,7 @@ __all__ = ["IdleBlocks"]
 
 
 class IdleBlocks:
-    """The set of idle blocks; `take` hands out blocks of the fullest groups first.
+    """The set of idle blocks; `take` hands out blocks from the fullest groups first.
 
     Args:
         unit: see `Geometry.group_unit`; block b belongs to group ``b * unit[0] // unit[1]``.
@@ -71,7 +71,7 @@ class IdleBlocks:
         self._count += now - before
 
     def add(self, blocks: Iterable[int]) -> None:
-        """Adds blocks that became idle; blocks already in the set are ignored."""
+        """Adds blocks that have become idle; blocks already in the set are ignored."""
         if self.one_block:  # fast path: there may be thousands of groups
             new = {block: {block: None} for block in blocks if block not in self._of}
             self._of.update(new)

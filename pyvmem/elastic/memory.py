@@ -4,7 +4,7 @@
 All tensors share one reservation. The tensors of a class (`geometry`) are equally spaced, so one
 batch operation covers a run of pages in all of them.
 
-A page is unmapped only after all steps scheduled before its release have finished, as they may
+A page is unmapped only after all steps scheduled before its release have finished, because they may
 access it. The scheduler passes the number of the last such step. Steps are launched in order on one
 stream, so an event recorded after that step's launch also covers the earlier steps. Only libvmem's
 worker thread waits for the event.
@@ -37,9 +37,9 @@ _ALIGN = 2 << 20
 
 
 class Copies(Protocol):
-    """Asynchronous copies outside the engine's steps.
+    """Asynchronous copies that run outside the engine's steps.
 
-    The pages that they access stay mapped until they complete.
+    The pages that they access stay mapped until the copies complete.
     """
 
     def events(self) -> tuple[Any, ...]:
@@ -91,7 +91,7 @@ def open_context(backend: str, device: int, page_size: int, reserve: int) -> Con
 def device_total(cuda_device: int | None) -> int:
     """Returns a CUDA device's total memory in bytes.
 
-    For None, returns the total host memory within the cgroup limit.
+    For None, returns the total host memory, capped at the cgroup limit.
     """
     if cuda_device is None:
         with Context("host") as context:
@@ -113,10 +113,10 @@ class KVMemory:
         num_blocks: number of blocks in each tensor.
         sizes: size of each tensor in bytes.
         multiple: the distance between tensors of a class is a multiple of this many bytes.
-        visible: make the addresses usable by CUDA's own copies.
+        visible: whether to make the addresses usable by CUDA's own copies.
 
     Raises:
-        TooManyMappings: `visible` is set, and the tensors exceed the GPU's free memory.
+        TooManyMappings: `visible` is set and the tensors exceed the GPU's free memory.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class KVMemory:
         self._parked: list[_Unmap] = []
         self._under_way: list[_Unmap] = []
         self._finished: dict[int, str] = {}
-        self._launched = 0  # last step whose work is entirely on the stream
+        self._launched = 0  # the last step whose work is all on the stream
         self._stream: Any = None
         self.copies: Sequence[Copies] = ()  # the pages that these copies access must stay mapped
         self._spans: list[int] = []
@@ -142,7 +142,7 @@ class KVMemory:
         self._users = 0  # number of calls in progress that use the memory
         # the device's account; set if the scheduler is on another machine
         self.account: Account | None = None
-        self.headroom = 0  # bytes of the device reserved for activations
+        self.headroom = 0  # bytes of device memory reserved for activations
         self.draining = False  # `drain` is waiting for the scheduler
         self._drained = threading.Event()
         self._next = [0] * len(self.geometry.classes)
@@ -218,7 +218,7 @@ class KVMemory:
     def _unmaps(self, runs: Sequence[Run]) -> OpBatch:
         ops = OpBatch(len(runs))
         for addr, size, count, stride in self._each(runs):
-            # If a release fails on any rank, all ranks repeat it, so this rank may find holes.
+            # If a release fails on any rank, all ranks retry it, so there may be holes here.
             ops.unmap(addr, size, count, stride, holes=True)
         return ops
 
@@ -303,7 +303,7 @@ class KVMemory:
         No step may be launched during the call.
 
         Args:
-            copies: pairs (source, destination) of backed blocks; no block is in two pairs.
+            copies: (source, destination) pairs of backed blocks; no block is in more than one pair.
             step: the last scheduled step.
 
         Returns:
@@ -318,8 +318,8 @@ class KVMemory:
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies blocks like `move`, ordered before the step that is being launched.
 
-        Copies all bytes of a block. If several layers share a region, vLLM's own copy omits bytes
-        that the first of these layers does not use.
+        Unlike vLLM's own copy, this copies all bytes of a block. If several layers share a region,
+        vLLM omits the bytes that the first of them does not use.
         """
         import torch
 
@@ -368,7 +368,7 @@ class KVMemory:
         """Yields a function that maps the pages of given blocks until the ``with`` block ends.
 
         vLLM warms up with blocks that no scheduler has allocated. Their pages are unmapped when the
-        ``with`` block ends, after the work on the stream.
+        ``with`` block ends, once the work on the stream is done.
         """
         mapped: list[set[int]] = [set() for _ in self.geometry.classes]
         null = [set(self.geometry.pages(kind, 0)) for kind in range(len(mapped))]
@@ -460,10 +460,10 @@ class KVMemory:
                 self._give_back()
 
     def close(self) -> None:
-        """Unmaps all pages, and frees the addresses unless tensors still use them. Idempotent.
+        """Unmaps all pages and frees the addresses unless tensors still use them. Idempotent.
 
-        If other calls are running, the last of them closes the memory when it returns: the
-        scheduler's keeper thread outlives the worker and may be copying.
+        If other calls are in progress, the last one to return closes the memory: the scheduler's
+        keeper thread outlives the worker and may still be copying.
         """
         with self._lock:
             if self._closed:
@@ -494,7 +494,7 @@ class KVMemory:
 
 
 _unclosed: list[Context] = []
-"""Contexts that could not be closed, as vLLM's layers still hold their tensors."""
+"""Contexts that could not be closed because vLLM's layers still hold their tensors."""
 
 
 def _closes(context: Context) -> bool:

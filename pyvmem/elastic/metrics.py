@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Exports the metrics shown by `vmem top` on an inference engine's own ``/metrics``.
+"""Adds the metrics that `vmem top` shows to an inference engine's own ``/metrics``.
 
 The API server and the KV cache run in different processes, so the server reads the metrics from the
 ledger.
@@ -66,7 +66,7 @@ def _engines() -> Iterator[tuple[str, EngineInfo]]:
 def _add_to(multiprocess: Any) -> None:
     """Makes a multiprocess collector class also collect our metrics.
 
-    SGLang exports metrics through this class, and so does vLLM with several API servers.
+    SGLang exports metrics through this class, and so does vLLM if it has several API servers.
     """
     collect = multiprocess.collect
 
@@ -78,7 +78,7 @@ def _add_to(multiprocess: Any) -> None:
 
 
 def publish(instance: str, replicas: Iterable[int] = (0,)) -> None:
-    """Adds an engine's accounts to the metrics of this process, which is an API server.
+    """Makes this process, an API server, export the metrics of an engine's accounts.
 
     Does nothing if prometheus_client is not installed.
 

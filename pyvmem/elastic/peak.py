@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tracks the maximum over a sliding window of time."""
+"""Tracks the maximum over a sliding time window."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Peak"]
 
 
 class Peak:
-    """Tracks the largest number recorded in the last few seconds.
+    """Tracks the largest number recorded in the last `seconds` seconds.
 
     Args:
         seconds: length of the window.
@@ -29,5 +29,5 @@ class Peak:
 
     @property
     def most(self) -> int:
-        """The largest number in the window; `note` must have been called."""
+        """The largest number in the window; `note` must have been called before."""
         return self._noted[0][1]

@@ -95,7 +95,7 @@ class LocalQuota:
         self.used -= nbytes
 
     def pressure(self) -> tuple[int, bool]:
-        """Returns the bytes above the limit, and false, as there are no other engines."""
+        """Returns the bytes above the limit, and false because there are no other engines."""
         return max(0, self.used - self.limit), False
 
     @property
@@ -104,10 +104,10 @@ class LocalQuota:
         return False
 
     def want(self, nbytes: int) -> None:
-        """Does nothing: there is no other engine to free memory."""
+        """Does nothing: there are no other engines to free memory."""
 
     def signals(self) -> tuple[int, int]:
-        """Returns zeros: there is no other engine."""
+        """Returns zeros: there are no other engines."""
         return 0, 0
 
     def report(self, **values: int) -> None:
@@ -122,7 +122,7 @@ class Signals:
 
     Args:
         count: returns how often other engines have asked for memory and how often they have freed
-            some, for example `LedgerQuota.signals`.
+            some; `LedgerQuota.signals`, for example.
     """
 
     def __init__(self, count: Callable[[], tuple[int, int]]) -> None:
@@ -208,7 +208,7 @@ class LedgerQuota:
     def pressure(self) -> tuple[int, bool]:
         """Returns how many bytes each rank should free, and whether to stop admitting requests.
 
-        These bytes exceed the limit, or another engine needs them. The flag is true if another
+        These bytes are above the limit or needed by another engine. The flag is true if another
         engine is short of memory while this engine has more than its fair share.
         """
         free = self._free()
@@ -252,8 +252,8 @@ def join_device(
         folder: the ledgers' folder; None for the default.
         name: name of the engine.
         unique: whether to fail if the name is taken, instead of appending a number to it.
-        capacity: bytes for all engines together; 0: no requirement (see `Ledger`).
-        terms: further arguments of `Ledger.join`.
+        capacity: total bytes for all engines; 0 for no requirement (see `Ledger`).
+        terms: further arguments for `Ledger.join`.
 
     Raises:
         VMemError: `Ledger` or `Ledger.join` failed.

@@ -6,7 +6,7 @@
     VMEM_PAGE_SIZE       bytes per page; default: 2M on the cuda back end or if a lot of memory
                          can be mapped; otherwise 64K
     VMEM_LIMIT           maximum bytes per GPU for the KV cache; default: the GPU's memory
-    VMEM_FLOOR           bytes per GPU that other engines must leave to this engine; default 0
+    VMEM_FLOOR           bytes per GPU that other engines must leave free for this one; default 0
     VMEM_RESERVE         bytes kept mapped ahead of need; default 256M, at most 1/8 of the limit,
                          and more after steps that needed more; 0: none
     VMEM_IDLE            seconds after which unused memory is released; default 1
@@ -57,10 +57,10 @@ class Settings:
     """The values of the variables listed above, read once in each process. Sizes are in bytes.
 
     Attributes:
-        backend: name of the back end; ``""`` to choose it by the engine's device.
+        backend: name of the back end; ``""`` to choose one for the engine's device.
         page_size: page size; 0 to let `pyvmem.elastic.choice` decide.
         limit: maximum memory per GPU; None for the device's memory.
-        floor: memory per GPU that other engines must leave to this engine.
+        floor: memory per GPU that other engines must leave free for this one.
         reserve: memory kept mapped ahead of need; None for the default.
         idle: seconds after which unused memory is released.
         prefix: maximum memory of idle prefixes; None for no limit.
@@ -68,7 +68,7 @@ class Settings:
         capacity: total memory for all engines on a device; 0 for the ledger's value.
         host_limit: maximum host memory for KV offloading; 0 for no limit.
         ledger: folder of the ledgers; ``""`` for the default, None to use no ledger.
-        visible: make the KV cache's addresses usable by CUDA's own copies.
+        visible: whether CUDA's own copies must be able to use the KV cache's addresses.
     """
 
     backend: str = ""
@@ -94,7 +94,7 @@ class Settings:
 
     @staticmethod
     def asked(name: str, env: Mapping[str, str] = os.environ) -> bool:
-        """Returns true if a switch, such as ``VMEM_VLLM``, is 1.
+        """Returns true if a switch, such as ``VMEM_VLLM``, is set to 1.
 
         Args:
             name: name of the variable.
@@ -112,7 +112,7 @@ class Settings:
     def asks_visible(cls, env: Mapping[str, str] = os.environ) -> bool:
         """Returns true if CUDA's own copies will accept the KV cache's addresses.
 
-        They do so if VMEM_VISIBLE is 1, and always on the ``cuda`` back end.
+        They do if VMEM_VISIBLE is 1 or the back end is ``cuda``.
 
         Raises:
             ValueError: VMEM_VISIBLE is neither 1 nor 0.
@@ -177,7 +177,7 @@ class Settings:
         )
 
     def check_device(self, total: int) -> None:
-        """Checks the limit and the floor against `total`, the device's bytes per rank.
+        """Checks the limit and the floor against `total`, the device's memory per rank in bytes.
 
         Raises:
             ValueError: the limit or the floor exceeds `total`.
