@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
 """The entry points that SGLang and torch load; imports only the standard library.
 
-SGLang logs an entry point that cannot be imported or whose function raises an `Exception`, and
-continues without it. So the function imports modules that may fail, and raises `SystemExit`.
+If an entry point cannot be imported or its function raises an `Exception`, SGLang logs the error
+and continues without it. So imports that may fail are done in the function, which turns their
+errors into `SystemExit`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def _asked() -> bool:
 def register() -> None:
     """Enables the pool if ``VMEM_SGLANG=1``; the entry point ``sglang.srt.plugins``.
 
-    SGLang calls it in each of its processes.
+    SGLang calls this in each of its processes.
 
     Raises:
         SystemExit: pyvmem cannot be imported, or `pyvmem.sglang.plugin.register` failed.
@@ -39,8 +40,8 @@ def register() -> None:
 def check_plugins() -> None:
     """Checks that ``SGLANG_PLUGINS`` does not exclude `register`; entry point ``torch.backends``.
 
-    torch calls it at the end of ``import torch``, which SGLang imports first. If `register` is
-    excluded, SGLang calls no other function of ours. Warns if SGLang is not being imported.
+    torch, which SGLang imports first, calls this at the end of ``import torch``. If `register` is
+    excluded, SGLang calls no other function of ours. Only warns if SGLang is not being imported.
 
     Raises:
         RuntimeError: `register` is excluded, and SGLang is being imported.

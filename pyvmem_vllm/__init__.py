@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """The entry points that vLLM and torch load; imports only the standard library.
 
-vLLM logs an entry point that cannot be imported, and continues without it. It does not catch
-exceptions from the entry point's function, so modules that may fail are imported there.
+If an entry point cannot be imported, vLLM logs the error and continues without it. It does not
+catch exceptions from the entry point's function, so imports that may fail are done there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _asked() -> bool:
 def register() -> None:
     """Enables the pool if ``VMEM_VLLM=1``; the entry point ``vllm.general_plugins``.
 
-    vLLM calls it in each of its processes.
+    vLLM calls this in each of its processes.
 
     Raises:
         ImportError: pyvmem cannot be imported.
@@ -42,9 +42,9 @@ def _register() -> None:
 
 
 def _register_late() -> None:
-    """Wraps `create_engine_config`, to enable the pool if the variable is set by the time it runs.
+    """Wraps `create_engine_config` to enable the pool if the variable is set by the time it runs.
 
-    vLLM calls its entry points only once in a process, before the first configuration.
+    vLLM calls its entry points only once per process, before it creates a configuration.
     """
     arguments: Any = sys.modules.get("vllm.engine.arg_utils")
     if arguments is None:  # a process that does not create configurations
@@ -66,8 +66,8 @@ def _register_late() -> None:
 def check_plugins() -> None:
     """Checks that ``VLLM_PLUGINS`` does not exclude `register`; the entry point ``torch.backends``.
 
-    torch calls it at the end of ``import torch``, which vLLM imports first. If `register` is
-    excluded, vLLM calls no other function of ours. Warns if vLLM is not being imported.
+    torch, which vLLM imports first, calls this at the end of ``import torch``. If `register` is
+    excluded, vLLM calls no other function of ours. Only warns if vLLM is not being imported.
 
     Raises:
         RuntimeError: `register` is excluded, and vLLM is being imported.

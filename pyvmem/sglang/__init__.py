@@ -6,7 +6,7 @@
     internals   lists the internals of SGLang that the plug-in uses
     reasons     finds configurations that the pool does not support
     buffers     creates the KV tensors on a reservation
-    allocator   extends SGLang's paged allocator to pages that may have no memory
+    allocator   makes SGLang's paged allocator handle pages that may have no memory
     pool        decides which pages have memory, and for how long
     ranks       makes tensor-parallel ranks agree on all decisions
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Extends SGLang's paged allocator to pages that may have no memory.
+"""Makes SGLang's paged allocator handle pages that may have no memory.
 
-SGLang takes pages from the head of `free_pages`, a tensor on the device, often in a kernel, and
+SGLang takes pages, often in a kernel, from the head of `free_pages`, a tensor on the device, and
 crashes if there are too few. Here, the list of free pages is on the host; before a call that takes
 n pages, `free_pages` is set to a tensor of exactly n backed pages. SGLang also counts unbacked
 pages as free, although memory for them may not be available, so we override the methods that decide
@@ -78,7 +78,7 @@ class _Transfers:
 
 
 def _ranks() -> tuple[Ranks, bool, int]:
-    """Returns the engine's ranks, whether this is the first one, and this rank's identity."""
+    """Returns the engine's ranks, whether this rank is the first, and its identity."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
@@ -97,7 +97,7 @@ class _Allocator:
     num_pages: int
     device: Any
     free_pages: torch.Tensor
-    serves = False  # set in the first iteration of the scheduler's loop
+    serves = False  # set on the first iteration of the scheduler's loop
 
     def __init__(
         self, size: int, page_size: int, dtype: Any, device: Any, kvcache: Any, need_sort: bool
@@ -259,7 +259,7 @@ class _Allocator:
         )
         if not fits or self.pool.prepare(count, ask=True):
             return bool(fits)
-        # SGLang aborts a request that does not fit on its own, so wait for other engines first.
+        # SGLang aborts a request that does not fit even alone, so wait for other engines first.
         return requests is not None and len(requests) == 1 and self.pool.wait_for(count)
 
     def create_prefill_budget(self, tree_cache: Any, *, num_mixed_decode_tokens: int = 0) -> Any:
@@ -268,8 +268,8 @@ class _Allocator:
         Overrides `PagedTokenToKVPoolAllocator.create_prefill_budget`.
         """
         budget = _budget()(self, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
-        # SGLang reserves one token per request decoded in the same step, which may need a whole
-        # page.
+        # SGLang reserves one token for each request decoded in the same step, but that token may
+        # need a whole page.
         budget.total_offset += num_mixed_decode_tokens * (self.page_size - 1)
         budget.current_offset += num_mixed_decode_tokens * (self.page_size - 1)
         return budget
@@ -291,7 +291,7 @@ class _Allocator:
 
 
 def evict(tree_cache: Any, tokens: int) -> None:
-    """Evicts prefixes with `tokens` tokens from SGLang's cache, least recently used first."""
+    """Evicts `tokens` tokens of prefixes from SGLang's cache, least recently used first."""
     if tokens > 0 and tree_cache is not None and tree_cache.supports_prefix_sharing():
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
@@ -301,7 +301,7 @@ def evict(tree_cache: Any, tokens: int) -> None:
 class _Budget:
     """A mixin for SGLang's `PrefillBudget`, which is the next class in the MRO.
 
-    SGLang creates a budget for each round that admits requests.
+    SGLang creates a budget for each round in which it admits requests.
     """
 
     allocator: Any
@@ -389,5 +389,5 @@ def _budget() -> Any:
 
 
 def elastic_allocator(stock: type) -> type:
-    """Returns a subclass of SGLang's `PagedTokenToKVPoolAllocator` that replaces it."""
+    """Returns the subclass that replaces `stock`, SGLang's `PagedTokenToKVPoolAllocator`."""
     return type("ElasticTokenToKVPoolAllocator", (_Allocator, stock), {"__module__": __name__})

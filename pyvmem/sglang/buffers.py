@@ -54,7 +54,7 @@ def place_tensors(pool: Any, arguments: Any, backends: Iterable[str]) -> None:
         backends: SGLang's names for the attention back ends.
 
     Raises:
-        ValueError: a setting does not fit the device.
+        ValueError: a setting is not valid for the device.
         VMemError: the memory cannot be reserved or mapped.
     """
     settings = Settings.read()
@@ -84,8 +84,8 @@ def place_tensors(pool: Any, arguments: Any, backends: Iterable[str]) -> None:
 def _plain(tensors: Iterable[str], backends: Iterable[str]) -> bool:
     """Returns true if all kernels that access these tensors accept plain addresses on a GPU.
 
-    Triton's launcher rejects plain addresses, as it queries CUDA about each pointer; latent KV is
-    written by a Triton kernel.
+    Triton's launcher rejects plain addresses because it queries CUDA about each pointer, and latent
+    KV is written by a Triton kernel.
     """
     return "kv_buffer" not in tensors and set(backends) == {"fa3"}
 

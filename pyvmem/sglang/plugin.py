@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """The entry point ``sglang.srt.plugins``: registers the plug-in's hooks.
 
-SGLang calls `register` in every process and applies the hooks afterwards. It merely logs errors in
-either step, so the first hook that runs checks that all were applied. `SystemExit`, which SGLang
-does not catch, is raised to exit with a single line of output.
+SGLang calls `register` in every process and applies the hooks afterwards. It only logs errors in
+either step, so the first hook that runs checks that all of them were applied. To exit with a single
+line of output, we raise `SystemExit`, which SGLang does not catch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _checked: list[bool] = []
 
 
 def _around(target: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates a hook that replaces `target` and gets the original as its first argument."""
+    """Returns a decorator for hooks around `target`, which get the original as first argument."""
 
     def keep(hook: Callable[..., Any]) -> Callable[..., Any]:
         def checked(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -158,7 +158,7 @@ def _make_buffers(original: Any, pool: Any) -> None:
 
 @_around("mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool_allocator")
 def _make_allocator(original: Any, configurator: Any, **kwargs: Any) -> Any:
-    """Creates the allocator; exits the process if it is not the pool's."""
+    """Creates the allocator; exits the process unless it is ours."""
     from sglang.srt.mem_cache.allocator import paged
 
     pool = kwargs["token_to_kv_pool"]
@@ -197,7 +197,7 @@ def _receive_state(original: Any, scheduler: Any, requests: Any, *args: Any, **k
 
 @_around("managers.scheduler.Scheduler.ingest_requests")
 def _tick(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs `PagePool.tick` in every iteration of the scheduler's loop, even if there is no work."""
+    """Runs `PagePool.tick` on every iteration of the scheduler's loop, even if there is no work."""
     from pyvmem.sglang.allocator import evict
 
     found = original(scheduler, *args, **kwargs)
@@ -209,7 +209,7 @@ def _tick(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     again = allocator.pool.tick(
         lambda: allocator.evictable(tree), lambda pages: evict(tree, pages * allocator.page_size)
     )
-    # SGLang sets this flag if a request does not fit, and then admits none until another finishes.
+    # SGLang sets this flag if a request does not fit, and admits no more until one finishes.
     if again:
         scheduler.running_batch.batch_is_full = False
     return found
@@ -227,7 +227,7 @@ def _headroom(device: Any) -> int:
 
 @_around("managers.scheduler.Scheduler.run_batch")
 def _run(original: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Marks a step's launch, so that pages released later are unmapped after the step."""
+    """Marks a step's launch so that pages released later are unmapped after the step."""
     import torch
 
     allocator = scheduler.token_to_kv_pool_allocator

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: MIT
 """Decides which KV pages of an SGLang engine have memory, and for how long.
 
-SGLang considers every page without a request or prefix to be free. A free page is
+SGLang considers every page without a request or prefix to be free. A free page is one of:
 
     idle       backed
     arriving   backed; its id is still being copied from the device
     unbacked   has no memory
 
-and only idle pages are handed out. Pages that SGLang is about to take are backed before it decides
-to take them (`prepare`), since its scheduler crashes if an allocation fails.
+Only idle pages are handed out. Pages that SGLang is about to take are backed before it decides to
+take them (`prepare`), since its scheduler crashes if an allocation fails.
 
 Only SGLang's scheduler thread calls this module. `tick` unmaps pages that have not been
 needed for a while and, immediately, pages above the limit or needed by another engine. To avoid
 mapping and unmapping under a steady load, it keeps enough idle pages for the recent peak load, plus
 `VMEM_RESERVE` bytes; the pool's own thread maps them while steps run.
 
-With tensor parallelism, each rank has a pool. All ranks make the same calls, and every decision
-depends only on state that is the same on all of them (`ranks`).
+With tensor parallelism, each rank has its own pool. All ranks make the same calls, and every
+decision depends only on state that is the same on all of them (`ranks`).
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class PagePool:
 
     Attributes:
         allocated: number of pages handed out.
-        short: true if a request is short of memory and the ledger shows the shortage.
+        short: true if a request is short of memory and the ledger has been told.
         admits: true if requests may be admitted.
         waits: number of grow operations that steps have waited for.
         hits, queries: number of tokens found in the prefix cache, and number of tokens looked up.
@@ -231,7 +231,7 @@ class PagePool:
         block, page = geometry.classes[0].block_bytes, geometry.page_size
         if geometry.classes[1:] or (block % page and page % block):
             return geometry.scattered_bytes(count)
-        together = max(1, page // block)  # SGLang pages on a physical page are backed together
+        together = max(1, page // block)  # pages that share a physical page are backed together
         return geometry.first_bytes(-(-count // together) * together)
 
     def free_pages(self) -> list[int]:
@@ -257,7 +257,7 @@ class PagePool:
         lacks = count - self.ready
         if lacks > 0 and now >= self._refused + _BACKOFF:
             if not self.ranks.alone:
-                self.quota.pressure()  # the ranks agree on the current numbers
+                self.quota.pressure()  # makes the ranks agree on current numbers
             # Back more than needed, so that the step's other requests do not each need a call.
             if not self._back(lacks + self._ahead):
                 self._refused = now
@@ -272,11 +272,11 @@ class PagePool:
         return 0 if self._pressed else self.reserve // 2
 
     def ask(self, count: int) -> None:
-        """Posts to the ledger, for other engines, that a request is short of `count` pages.
+        """Tells other engines, through the ledger, that a request is short of `count` pages.
 
-        The posted bytes include what the requests queued behind it lack and the pages to map
-        ahead; otherwise each request in turn would wait for other engines. They also include the
-        engine's room, since the ledger counts only bytes beyond the room as a shortage.
+        The posted bytes also cover the requests queued behind it and the pages to map ahead;
+        otherwise each request in turn would wait for other engines. They include the engine's
+        room, since the ledger counts only bytes beyond the room as a shortage.
         """
         self._lacked = True
         count = max(count, self.count_waiting() - self.obtainable()) + self._ahead
@@ -350,7 +350,7 @@ class PagePool:
         return self._finish(growth) >= count
 
     def _finish(self, growth: Growth) -> int:
-        """Records a grow operation, which fails if any rank failed; returns its page count."""
+        """Records a grow operation, as failed if any rank failed; returns its page count."""
         if growth.runs and not self.ranks.alone:
             (every,) = self.ranks.least(growth.failure is None)
             if growth.failure is None and not every:
@@ -371,7 +371,7 @@ class PagePool:
         return None
 
     def _begin_growth(self, count: int) -> None:
-        """Lets the thread map up to `count` pages ahead of need."""
+        """Makes the pool's thread map up to `count` pages ahead of need."""
         if self._growth is not None or count <= 0 or self.ranks.now() < self._refused + _REPORT:
             return
         growth = self.backing.begin(count)
@@ -429,22 +429,22 @@ class PagePool:
         return now >= self._ticked + _LOOK and self._signals.take(self.short)
 
     def _answer_call(self) -> None:
-        """Makes the next `tick` run, check other engines, and try to grow."""
+        """Makes the next `tick` run at once, check on other engines and try to grow."""
         self._next = self._reported = 0.0
         self._refused = -math.inf
-        # keeps the request posted, as `tick` checks other engines before it tries to grow
+        # keeps the request posted, since `tick` checks on other engines before it tries to grow
         self._lacked |= self.short
 
     def tick(self, count_cached: Callable[[], int], evict: Callable[[int], None]) -> bool:
         """Unmaps pages that are not needed and backs pages ahead of need.
 
-        Runs at most every 50 ms, but sooner after another engine's signal and while pages are being
-        unmapped.
+        Runs at most once every 50 ms, or more often if another engine sends a signal or while pages
+        are being unmapped.
 
         Args:
             count_cached: a function that returns the number of pages that only prefixes hold.
-            evict: a function that evicts prefixes holding this many pages, which then reach `give`
-                or `give_later`.
+            evict: a function that evicts prefixes holding a given number of pages, which are then
+                passed to `give` or `give_later`.
 
         Returns:
             True if a request that did not fit may be retried.
@@ -473,7 +473,7 @@ class PagePool:
             self._retire(self.backing.emptied_first(self.idle, surplus))
         elif self.ready < self.reserve // 4 and not (
             at_rest or self._pressed or self.quota.asleep
-        ):  # no earlier, to map several pages at a time
+        ):  # not sooner, so that several pages are mapped at a time
             self._begin_growth(self.reserve // 2 - self.ready)
         self._send()
         if at_rest and self._tidy and not self.backing.unconfirmed:
@@ -492,8 +492,8 @@ class PagePool:
         excess, has_more = self.quota.pressure()
         asleep = self.quota.asleep
         self._pressed = has_more or excess > 0
-        # If an engine with a queue still admitted requests, it would never free memory: for each
-        # request that finishes, the next would take its place.
+        # An engine with a queue that kept admitting requests would never free memory: each request
+        # that finishes would be replaced by the next.
         self.admits = not (has_more or asleep)
         owed = self.backing.owed(excess, now, at_rest, self._settings.floor)
         if asleep and not used:

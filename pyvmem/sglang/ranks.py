@@ -27,7 +27,7 @@ __all__ = ["AgreedQuota", "Quota", "RankGroup", "Ranks", "RoundState", "SingleRa
 
 @dataclass(frozen=True)
 class RoundState:
-    """Rank 0's state, sent to all ranks, including rank 0, before a `PagePool.tick`.
+    """Rank 0's state, sent to all ranks, including itself, before a `PagePool.tick`.
 
     Attributes:
         now: rank 0's time in seconds.
@@ -86,7 +86,7 @@ class Ranks(Protocol):
         """Returns the minimum of each number over all ranks."""
 
     def agree(self, quota: Quota) -> Quota:
-        """Returns a quota with the same results on all ranks."""
+        """Returns a quota that gives the same results on all ranks."""
 
     def finished(self, found: dict[int, str]) -> dict[int, str]:
         """Returns the releases that have finished on all ranks, with an error message or ``""``.
@@ -162,7 +162,7 @@ class RankGroup:
         return tuple(map(int, found))
 
     def agree(self, quota: Quota) -> Quota:
-        """Returns a quota with the same results on all ranks."""
+        """Returns a quota that gives the same results on all ranks."""
         return AgreedQuota(quota, self)
 
     def _all(self, mine: Any) -> list[Any]:
@@ -200,7 +200,7 @@ class RankGroup:
 
 
 class AgreedQuota:
-    """A quota with the same results on all ranks: the minimum of the ranks' quotas.
+    """A quota that gives the same results on all ranks: the minimum of the ranks' quotas.
 
     `take` and `pressure` update `room`, `limit` and `asleep`.
 

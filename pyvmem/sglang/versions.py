@@ -12,6 +12,6 @@ KNOWN = {
     "0.5.22": "on the CPU: the tests of make test-long; not on a GPU",
     "0.5.23": "on an H100; on the CPU: make test-long. Same tokens as stock SGLang",
 }
-"""The tested versions, ascending, and the tests run with each."""
+"""The tested versions, in ascending order, and the tests run with each."""
 
 VERSIONS = Versions("sglang", KNOWN, INTERNALS)
