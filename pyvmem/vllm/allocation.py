@@ -7,7 +7,7 @@ torch mode in which these calls return the pool's tensors. The number of tensors
 version:
 
     0.26 to 0.28   a tensor for each layer, or for layers that share it (`KVCacheTensor.shared_by`)
-    from 0.29 on   a single tensor, in which layers have strides (`KVCacheTensor.layer_stride`)
+    from 0.29 on   a single tensor for all layers, with a stride (`KVCacheTensor.layer_stride`)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["KVTensorMode", "OpenMemory", "place_tensors", "backends_refusing_plain"]
 
 OpenMemory = Callable[[int, Sequence[int]], "KVMemory"]
-"""Creates the memory for tensors of these sizes in bytes, given the number of blocks in each."""
+"""Creates memory for KV tensors, given the number of blocks in each and their sizes in bytes."""
 
 
 _PLAIN = frozenset({"FLASH_ATTN", "FLASH_ATTN_MLA", "FLASHINFER"})
@@ -36,7 +36,7 @@ def backends_refusing_plain(vllm_config: Any, kv_cache_config: Any) -> list[str]
     """Lists the model's attention back ends whose kernels may reject plain addresses.
 
     Triton's launcher rejects plain addresses, since it queries CUDA about each pointer. The kernels
-    of layers with a state use Triton.
+    of stateful layers use Triton.
     """
     layers = vllm_config.compilation_config.static_forward_context
     names = (name for group in kv_cache_config.kv_cache_groups for name in group.layer_names)
@@ -47,7 +47,7 @@ def backends_refusing_plain(vllm_config: Any, kv_cache_config: Any) -> list[str]
 class KVTensorMode(TorchFunctionMode):
     """A torch mode in which int8 `torch.zeros` calls return the next tensor from `tensors`.
 
-    Calls with another size or type go to torch.
+    Calls with any other size or type go to torch.
     """
 
     def __init__(self, tensors: Sequence[Any]) -> None:
@@ -116,7 +116,7 @@ def _regions(
 ) -> tuple[KVMemory, list[Any]]:
     """Returns memory with a page-aligned region per layer, and the tensors moved to it.
 
-    Layers of different groups may share a region: a block belongs to a single group at a time.
+    Layers of different groups may share a region, since a block belongs to one group at a time.
     """
     regions: dict[int, int] = {}  # maps an offset in vLLM's layout to the bytes per block
     together = True

@@ -86,7 +86,7 @@ def _receive(sock: socket.socket, most: int = 1 << 31) -> Any:
 
 
 def _remove_dead(folder: Path) -> None:
-    """Removes the socket files of killed ranks, on which no process listens."""
+    """Removes socket files that no process listens on, left behind by killed ranks."""
     for path in folder.glob("*.sock"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as one:
             one.settimeout(1)
@@ -193,7 +193,7 @@ class Server:
                 _send(peer, [failure, result])
 
     def close(self) -> None:
-        """Stops serving; waits until calls in progress are answered."""
+        """Stops serving; waits for calls in progress to finish."""
         for one in (self._socket, self._port):
             if one is not None:
                 with contextlib.suppress(OSError):
@@ -225,7 +225,7 @@ class Rank(Protocol):
     def ask(self, name: str, argument: Any = None) -> Callable[[], Any]:
         """Starts an operation of `LocalRank`; returns a function that waits for its result.
 
-        That function must be called by the same thread.
+        That function must be called on the same thread.
 
         Raises:
             RankLost: the rank did not answer; the returned function may also raise this.
@@ -403,7 +403,7 @@ class SocketRank:
         try:
             failure, result = _receive(self._socket)
         except (OSError, EOFError) as error:
-            self.close()  # a late answer would be mistaken for the next call's
+            self.close()  # a late reply would be mistaken for the reply to the next call
             raise RankLost(f"no answer from a rank: {error!r}") from error
         finally:
             self._lock.release()
@@ -441,12 +441,12 @@ class SocketRank:
 class Ranks:
     """All ranks of an engine, called in parallel; lives in the scheduler's process.
 
-    A call is sent to every rank before any answer is awaited, since a rank busy in Python may take
+    A call is sent to every rank before waiting for any answer, since a rank busy in Python may take
     milliseconds to answer.
 
     Attributes:
-        mappings: the largest number of driver mappings on any rank, at the last poll.
-        draining: whether a sleeping rank was waiting for `end_drain` at the last poll.
+        mappings: the largest number of driver mappings on any rank, as of the last poll.
+        draining: whether a sleeping rank was waiting for `end_drain` as of the last poll.
     """
 
     def __init__(self, ranks: list[Rank]) -> None:
@@ -481,9 +481,9 @@ class Ranks:
         return found
 
     def geometry(self) -> Geometry:
-        """Returns the ranks' geometry; each class has the maximum number of tensors on any rank.
+        """Returns the ranks' geometry; each class has as many tensors as on the rank with the most.
 
-        Pipeline stages may differ in their number of layers.
+        Pipeline stages may have different numbers of layers.
 
         Raises:
             RuntimeError: the ranks differ in any other way.
@@ -561,7 +561,7 @@ class Ranks:
         return done
 
     def compact(self, nbytes: int, step: int) -> int:
-        """Calls `KVMemory.compact` on every rank; returns the largest number of bytes freed."""
+        """Calls `KVMemory.compact` on every rank; returns the most bytes freed on any rank."""
         return max(map(int, self._all("compact", [nbytes, step])))
 
     def free(self) -> int | None:
@@ -574,7 +574,7 @@ class Ranks:
         return self._free
 
     def total(self) -> int:
-        """Returns the minimum memory per rank in bytes; ranks on one device divide its total."""
+        """Returns the minimum memory per rank in bytes; ranks on one device split its total."""
         devices = [rank.device() for rank in self.ranks]
         return min(
             rank.total() // devices.count(device)

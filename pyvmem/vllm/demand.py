@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: MIT
-"""Backs the blocks that vLLM is about to take, before vLLM compares them with the free blocks.
+"""Backs the blocks that vLLM is about to take before vLLM compares its demand with the free blocks.
 
-In most steps, most requests take no blocks, and a call per request would dominate the pool's cost.
-A request that computes its next token takes at most `most` blocks: while `most` are free, vLLM's
-comparison cannot fail, and blocks are backed when taken. So a step starts in one of three modes:
+In most steps, most requests take no blocks, so a call per request would dominate the pool's cost. A
+request that computes its next token takes at most `most` blocks: while that many are free, vLLM's
+comparison cannot fail, and blocks are backed when they are taken. So a step starts in one of three
+modes:
 
     unwatched    if `most` blocks are free for every running request
     checked      if fewer are free: we answer vLLM's query for the number of free blocks
     watched      if fewer than `most` are free, a running request has more to compute than its next
                  token, or the last step did not reach a waiting request
 
-A step becomes watched when the check finds fewer than `most` free blocks, and when vLLM looks up a
+A step becomes watched when the check finds fewer than `most` free blocks, or when vLLM looks up a
 request's prefix to admit it. In a watched step, each request's demand is computed before vLLM's
 comparison.
 
@@ -19,7 +20,7 @@ requires memory for the whole prompt, but backs only the first chunk, since back
 would delay the step.
 
 vLLM's functions are replaced once; only the target of the replacement changes from step to step. A
-`partial` adds almost no overhead to a call, and does not conflict with other tools' patches.
+`partial` adds almost no overhead to a call and does not conflict with other tools' patches.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ def _redirect(call: partial[Any], to: Callable[..., Any]) -> None:
 
 
 def _copies(spec: Any) -> int:
-    """Returns the extra blocks that a request takes in a group whose states are cached as prefixes.
+    """Returns how many extra blocks a request takes in a group whose states are cached as prefixes.
 
-    The state is copied to a block before it changes; more blocks are written within a prompt.
+    The state is copied to a block before it changes; checkpoints within a prompt take more blocks.
     """
     if getattr(spec, "mamba_cache_mode", "none") != "align":
         return 0
@@ -61,7 +62,7 @@ class Demand:
         elastic: the engine that backs its blocks.
 
     Attributes:
-        most: maximum blocks that a request can take in a step that computes its next token.
+        most: the most blocks that a request can take in a step that computes its next token.
     """
 
     def __init__(self, scheduler: Any, elastic: ElasticEngine) -> None:
@@ -124,7 +125,7 @@ class Demand:
         )
 
     def begin(self) -> None:
-        """Chooses the mode of a step; called before vLLM schedules it."""
+        """Chooses a step's mode; called before vLLM schedules the step."""
         self._looked_up = False
         free = self.pool.free_block_queue.num_free_blocks
         if free < self.most or self._computing or self._queue_unreached:
@@ -134,7 +135,7 @@ class Demand:
             _redirect(self._frees, self._check)
 
     def end(self) -> None:
-        """Ends a step's mode; called after vLLM has scheduled the step, or failed to."""
+        """Resets the mode; called after vLLM has scheduled the step or failed to."""
         self._checking = False
         _redirect(self._frees, self._get_num_free_blocks)
         if self._watching:
@@ -194,7 +195,7 @@ class Demand:
 
     def _count(self, *args: Any, **kwargs: Any) -> int:
         count: int = self._count_blocks(*args, **kwargs)
-        # vLLM returns so high a count to make a request wait for a state that this step computes.
+        # vLLM returns a count this high to make a request wait for a state computed in this step.
         if count > self.pool.num_gpu_blocks:
             return count
         if count or self._margin:  # otherwise the request takes no blocks

@@ -9,13 +9,13 @@ A block is in one of four states:
     unbacked       has no memory
 
 vLLM gets idle blocks first; then unbacked blocks are backed; then vLLM evicts cached blocks. The
-keeper, a thread, backs blocks ahead of need, so that a step seldom waits for the driver. It retires
-idle blocks that have not been needed for a while; if the engine's limit falls or another engine on
-the GPU is short of memory, it does so immediately. Prefixes are evicted last.
+keeper thread backs blocks ahead of need so that steps seldom wait for the driver. It retires idle
+blocks that have not been needed for a while; if the engine's limit falls or another engine on the
+GPU is short of memory, it does so immediately. Prefixes are evicted last.
 
 If blocks share pages, a page is freed once all its blocks are idle. So idle blocks of the fullest
-pages are handed out first, and if another engine wants memory, prefixes move off nearly empty pages
-(`Mover`).
+pages are handed out first, and if another engine wants memory, prefixes are moved off nearly empty
+pages (`Mover`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _START_PATIENCE = 30.0  # seconds to wait for other engines to make room for the
 _RESERVE = 256 << 20
 _RECENT = 5.0  # window in seconds; its largest step determines how much is backed ahead
 _MOST_RESERVE = 1024  # blocks
-# prefixes move if mapped/live bytes exceed this ratio for this many seconds
+# prefixes are moved if mapped/live bytes exceed this ratio for this many seconds
 _SPREAD, _SPREAD_FOR = 1.25, 1.0
 _ROUNDS = 4  # eviction passes per check of other engines' needs
 
@@ -66,7 +66,7 @@ log = logging.getLogger("vllm.vmem")
 class ElasticEngine:
     """Manages the memory of one engine, for its scheduler.
 
-    Methods are called with `lock` held, unless they say otherwise.
+    Methods must be called with `lock` held unless they say otherwise.
 
     Args:
         config: the `VllmConfig`.
@@ -80,12 +80,12 @@ class ElasticEngine:
         count_queued: a function that returns how many blocks all queued requests need.
         publish_events: a function that publishes the evictions since the last step as KV events.
         may_gather: whether a request has run since `gather` last freed blocks.
-        asleep: whether `vmem` had ordered the engine to sleep at the last check; a sleeping engine
-            does not admit requests.
+        asleep: whether `vmem` had ordered the engine to sleep as of the last check; a sleeping
+            engine does not admit requests.
 
     Raises:
         ValueError: the limit is too small for one request, or exceeds the device's memory.
-        MemoryError: other engines leave no room for the null block.
+        MemoryError: other engines left no room for the null block.
     """
 
     def __init__(self, config: Any, kv_cache_config: Any, pool: Any, connector: Any = None) -> None:
@@ -230,7 +230,7 @@ class ElasticEngine:
         pool.evict_blocks = evict_blocks
 
     def _find_idle(self) -> None:
-        """Adds free blocks without a prefix to the idle blocks, after prefixes were dropped."""
+        """Adds free blocks without a prefix to the idle blocks after prefixes were dropped."""
         self.idle.add(
             block.block_id
             for block in self._free()
@@ -290,7 +290,7 @@ class ElasticEngine:
         self._ended = step
 
     def order_transfers(self, metadata: Any) -> list[int]:
-        """Records the KV transfers that the last numbered step requests.
+        """Records the KV transfers requested by the step that `begin_step` just numbered.
 
         Returns:
             Ids of stores that the workers must not start.
@@ -334,7 +334,7 @@ class ElasticEngine:
         self._compact()
 
     def _let_go(self) -> None:
-        """Frees all blocks except the null block, even prefixes, if no request holds a block.
+        """Frees all blocks except the null block, including prefixes, if no request holds a block.
 
         The keeper calls this, without `lock`, if the engine was ordered to sleep or a rank sleeps
         without the scheduler's knowledge. Stock vLLM also loses its KV cache in these cases.
@@ -420,7 +420,7 @@ class ElasticEngine:
         """Retires all free blocks if a refused request would then fit.
 
         Scattered blocks use only part of their pages. So the engine may have enough memory for the
-        next request, but not in usable blocks, and there may be no running request to free some.
+        next request but too few usable blocks, and no running request that will free some.
 
         Args:
             count: number of blocks that the next request needs.
@@ -489,7 +489,7 @@ class ElasticEngine:
         return min(1.0, self.used_blocks() / max(1, most))
 
     def live_bytes(self) -> int:
-        """Returns the bytes of all pages that hold used or cached blocks or the null block."""
+        """Returns the total size of the pages that hold used or cached blocks or the null block."""
         every = range(self.pool.num_gpu_blocks)
         return self.backing.live_bytes(
             b for b in every if self.backing.is_backed(b) and b not in self.idle
@@ -596,7 +596,7 @@ class ElasticEngine:
         return self.backed_blocks() - len(self.idle)
 
     def _give_back(self, long_idle: bool) -> None:
-        # Evicted blocks stay backed as long as freed ones, since the next request takes them.
+        # Evicted blocks stay backed as long as freed ones, since the next request will take them.
         most = self.settings.prefix
         if most is None and long_idle and self.holds.on:
             most = 0  # prefixes stored in host memory can be loaded again
@@ -619,7 +619,7 @@ class ElasticEngine:
             self._shrink(owed)
 
     def _is_spread(self, now: float) -> bool:
-        """Returns true if mapped memory has exceeded live memory by a quarter for a second."""
+        """Returns true if mapped memory has exceeded live memory by over 25% for a second."""
         mapped = self.backing.mapped_bytes - self.backing.unmapping_bytes
         live = self._live_blocks() * self.backing.geometry.block_bytes
         if mapped <= _SPREAD * live:
@@ -684,7 +684,7 @@ class ElasticEngine:
     # ---- moving ----------------------------------------------------------------------------------
 
     def moves(self) -> list[tuple[int, int]]:
-        """Returns the last numbered step's copies, as (source, destination) blocks.
+        """Returns the copies to make before the last numbered step, as (source, destination) pairs.
 
         The emptied pages are freed with the next step at the earliest.
         """
@@ -693,16 +693,16 @@ class ElasticEngine:
         return found
 
     def _move_by_call(self) -> None:
-        """Moves prefixes in a call to the ranks, since the next step may come much later."""
+        """Moves prefixes by calling the ranks, since the next step may come much later."""
         found = self.mover.pick()
         if self.ranks.move(found, self._step):
             self.mover.done(found)
-            self._wake.set()  # wake the keeper for the remaining copies, and to free the pages
+            self._wake.set()  # wake the keeper to make the remaining copies and free the pages
         else:
             self.mover.undo(found)
 
     def _send_by_call(self) -> None:
-        """Sends releases in a call to the ranks, since the next step may come much later.
+        """Sends releases by calling the ranks, since the next step may come much later.
 
         The ranks unmap the pages after the last step.
         """
@@ -748,7 +748,7 @@ class ElasticEngine:
             time.sleep(0.001)  # lets a waiting scheduler take the lock
 
     def settle(self, timeout: float = 30.0) -> None:
-        """Frees all idle memory, and waits until it is unmapped; called without `lock`.
+        """Frees all idle memory and waits until it is unmapped; called without `lock`.
 
         Raises:
             TimeoutError: pages were not unmapped within `timeout` seconds.
@@ -771,7 +771,7 @@ class ElasticEngine:
 
 
 def _run_keeper(engine: weakref.ref[ElasticEngine], wake: threading.Event) -> None:
-    """Runs the keeper's thread until the engine stops or is collected."""
+    """Runs the keeper's thread until the engine stops or is garbage-collected."""
     pause = _LOOK
     while True:
         woken = wake.wait(pause)

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""Moves prefixes between blocks, so that whole pages become free; part of the scheduler.
+"""Moves prefixes between blocks so that whole pages become free; part of the scheduler.
 
-Pages with few prefixes and no request's blocks are *victims*. Their contents move to idle blocks
-of fuller pages: the ranks copy them before a step, or right away if no step is due. Each prefix
-then has a new block, at the same position in the eviction order, and requests can still hit it.
+Pages that hold few prefixes and no requests' blocks are *victims*. Their contents move to idle
+blocks of fuller pages: the ranks copy them before a step, or right away if no step is due. Each
+prefix then has a new block, at the same position in the eviction order, and requests can still hit
+it.
 
     choose          selects victims whose contents fit elsewhere, those with the least to copy first
     pick            returns the next copies, for the ranks to make
     done, undo      records them in vLLM's pool, or reverts `pick`
 
-A victim's pages then hold only idle blocks, and are freed like any other idle page.
+A victim's pages then hold only idle blocks and are freed like any other idle page.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Mover:
         holds: blocks that an offload store still reads.
 
     Attributes:
-        victims: groups to be emptied, in this order.
+        victims: groups to empty, in this order.
         moved: number of blocks moved so far.
     """
 
@@ -90,7 +91,7 @@ class Mover:
         return len(self.victims) * self.backing.geometry.group_bytes
 
     def pick(self) -> list[tuple[int, int]]:
-        """Returns up to `MOST` copies, as (source, destination) blocks.
+        """Returns up to `MOST` copies, as (source, destination) pairs of blocks.
 
         The destinations are removed from the idle blocks.
         """
@@ -113,7 +114,7 @@ class Mover:
         return found
 
     def done(self, copies: list[tuple[int, int]]) -> None:
-        """Records copies that the ranks make before any other access to the blocks."""
+        """Records copies that the ranks will make before any other access to the blocks."""
         queue, blocks = self.pool.free_block_queue, self.pool.blocks
         for source, place in copies:
             src, dst = blocks[source], blocks[place]
@@ -129,6 +130,6 @@ class Mover:
         self.moved += len(copies)
 
     def undo(self, copies: list[tuple[int, int]]) -> None:
-        """Reverts `pick`, if the ranks did not make the copies."""
+        """Reverts `pick` if the ranks did not make the copies."""
         self.idle.add(place for _, place in copies)
         self.forget()

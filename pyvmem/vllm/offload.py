@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""KV offloading: checks the connector, and substitutes our offloading spec for vLLM's.
+"""KV offloading: checks the connector and substitutes our offloading spec for vLLM's.
 
 vLLM's OffloadingConnector loads an offloading spec by name and module. We configure
 `VMemOffloadingSpec`, since vLLM's spec for host memory copies with cudaMemcpy, which rejects the
@@ -161,7 +161,7 @@ def select(config: Any) -> None:
     extra = transfer.kv_connector_extra_config
     name, module = _SPECS[extra.get("spec_name")]
     extra.update(spec_name=name, spec_module_path=module)
-    # An idle engine drops the prefixes on the GPU, so generated tokens must also be loadable.
+    # An idle engine drops its prefixes from the GPU, so offload generated tokens as well.
     extra.setdefault("offload_prompt_only", False)
 
 
@@ -175,9 +175,9 @@ def _transferrer() -> Any:
 
 
 def clear() -> None:
-    """Shuts down the connector that a failed engine start has left in this process.
+    """Shuts down the connector left in this process by an engine that failed to start.
 
-    vLLM would reuse the connector for the next engine, whose KV tensors have other addresses.
+    Otherwise, vLLM would reuse it for the next engine, whose KV tensors have other addresses.
     """
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
@@ -187,8 +187,9 @@ def clear() -> None:
 def count_by(config: Any, kv_cache_config: Any) -> None:
     """Gives this rank's spec the block size that the scheduler's spec computes.
 
-    vLLM divides the size of the KV cache by its number of blocks. The pool's KV cache is larger,
-    since each layer starts on a page, so the worker would count fewer chunks than the scheduler.
+    vLLM divides the size of the KV cache by its number of blocks. The pool's KV cache is larger
+    because each layer starts on a new page, so the worker would count fewer chunks than the
+    scheduler.
     """
     tensors = kv_cache_config.kv_cache_tensors
     if host_bytes(config) and tensors and hasattr(tensors[0], "layer_stride"):
@@ -197,7 +198,7 @@ def count_by(config: Any, kv_cache_config: Any) -> None:
 
 
 def begin(memory: KVMemory, device: Any) -> None:
-    """Enables this rank's transfers if it has a connector; unmaps then wait for transfers."""
+    """Enables this rank's transfers if it has a connector; unmapping then waits for transfers."""
     transferrer = _transferrer()
     if transferrer is not None:
         from pyvmem.memory.host_copies import copies_for
@@ -207,6 +208,6 @@ def begin(memory: KVMemory, device: Any) -> None:
 
 
 def drop(stores: list[int]) -> None:
-    """Tells this rank's transfers to skip these stores; called in the worker before a step."""
+    """Makes this rank skip these stores; called in the worker before a step."""
     if stores:
         _transferrer().dropped.update(stores)

@@ -4,15 +4,15 @@
 vLLM frees a request's blocks when the request ends, stores them a step or two later, and relies on
 their contents until then. The pool could unmap them in between. So a block is *held*
 
-    from its release by a finished request to the next step, which issues the request's stores
-    from the step that issues a store to the report that the store is done
+    from its release by a finished request until the next step, which issues the request's stores
+    from the step that issues a store until the store is reported as done
 
 A held block is not unmapped, evicted to be unmapped, or moved. vLLM ensures that blocks being
 loaded belong to their request until the load is done, even if the request is aborted.
 
 If no step comes for `WORTH` seconds, the stores that have not started are dropped: the workers skip
-them, and when they report that, vLLM's manager is told that the store failed. A store is also
-dropped if a source block was overwritten.
+them, and when they report this, vLLM's manager is told that the stores failed. A store is also
+dropped if one of its source blocks was overwritten.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ class Holds:
         self._ranks = ranks
         self._held: Counter[int] = Counter()
         self._fresh: set[int] = set()  # freed by finished requests since the last step
-        self._intact: set[int] = set()  # handed out to vLLM, and not overwritten since then
+        self._intact: set[int] = set()  # handed out to vLLM and not overwritten since
         self._stores: dict[int, _Store] = {}
-        # for each load, the number of blocks, and the number of ranks that have yet to report
+        # for each load, the number of blocks and the number of ranks that have yet to report
         self._loads: dict[int, tuple[int, int]] = {}
         # the keys of each store, by the id of its spec
         self._keys: dict[int, tuple[Any, frozenset[Any]]] = {}
@@ -102,7 +102,7 @@ class Holds:
                 self._count_lower_tiers(host)
 
     def _count_lower_tiers(self, host: Any) -> None:
-        """Wraps the methods with which vLLM's lower tiers write to host memory, to count chunks."""
+        """Wraps the methods that vLLM's lower tiers use to write to host memory, to count chunks."""
         prepare, complete = host.prepare_write, host.complete_write
 
         def prepare_write(keys: Any, req_context: Any) -> Any:
@@ -161,7 +161,7 @@ class Holds:
     # ---- blocks ----------------------------------------------------------------------------------
 
     def hand_out(self, blocks: Iterable[int]) -> None:
-        """Records that vLLM takes blocks, and may write to them from now on."""
+        """Records that vLLM has taken blocks and may write to them from now on."""
         self._intact.update(blocks)
 
     def overwrite(self, blocks: Iterable[int]) -> None:
@@ -169,7 +169,7 @@ class Holds:
         self._intact.difference_update(blocks)
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Holds blocks that are no longer used by a request, until the next step."""
+        """Holds blocks that no request uses any longer, until the next step."""
         if self.on and not self.scheduling:
             self._fresh.update(blocks)
 
@@ -204,7 +204,7 @@ class Holds:
         """Records transfers that ranks have finished.
 
         Args:
-            completed: the number of ranks that report a transfer, by the transfer's id.
+            completed: the number of ranks that have just reported each transfer, by its id.
 
         Returns:
             Blocks that are no longer held.
@@ -227,10 +227,10 @@ class Holds:
         return found
 
     def expire(self, ended: int) -> list[int]:
-        """Releases all held blocks, since no step has come for a while; returns them.
+        """Releases and returns all held blocks, since no step has come for a while.
 
         Drops the stores that the workers may not have started. They have started those issued
-        before step `ended`, and do not unmap a block before its store is done.
+        before step `ended` and do not unmap a block before its store is done.
 
         Args:
             ended: the last step whose output was processed.
@@ -263,6 +263,6 @@ class Holds:
         self._chunks = 0
 
     def take_dropped(self) -> list[int]:
-        """Returns the ids of the stores that the workers must skip, and forgets them."""
+        """Returns and clears the ids of the stores that the workers must skip."""
         found, self.dropped = self.dropped, []
         return found

@@ -51,7 +51,7 @@ class Shared:
 
 
 class OffloadingSpecMixin:
-    """A mixin for vLLM's offloading specs, which adds our metrics and our worker.
+    """A mixin that adds our metrics and our worker to vLLM's offloading specs.
 
     The worker copies to and from plain addresses.
     """
@@ -89,7 +89,7 @@ class OffloadingSpecMixin:
             )
 
     def get_manager(self) -> Any:
-        """Creates vLLM's manager, and sets its `chunk_bytes` to a rank's part of a chunk.
+        """Creates vLLM's manager and sets its `chunk_bytes` to a rank's part of a chunk.
 
         Runs in the scheduler's process. Overrides `OffloadingSpec.get_manager`.
         """
@@ -102,7 +102,7 @@ class OffloadingSpecMixin:
         return None
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
-        """Returns this rank's `Transferrer`, which the first call creates.
+        """Returns this rank's `Transferrer`, created by the first call.
 
         Runs in the worker's process. Overrides `OffloadingSpec.get_worker`.
         """
@@ -222,18 +222,18 @@ class _Direction:
                 copy.wait()
 
     def events(self) -> tuple[Any, ...]:
-        """Starts queued transfers, and returns the events of all copies."""
+        """Starts queued transfers and returns the events of all copies."""
         self.start()
         return self.copies.events() if self.copies is not None else ()
 
     def fence(self, stream: Any) -> None:
-        """Starts queued transfers, and makes a stream wait for all copies."""
+        """Starts queued transfers and makes a stream wait for all copies."""
         self.start()
         if self.copies is not None:
             self.copies.fence(stream)
 
     def close(self) -> None:
-        """Waits for the copies, and discards queued transfers."""
+        """Waits for the copies and discards queued transfers."""
         if self.copies is not None:
             self.copies.close()
         self.copies = None
@@ -248,7 +248,7 @@ class Transferrer(OffloadingWorker):  # type: ignore[misc]
 
     Args:
         kv_caches: vLLM's `CanonicalKVCaches`.
-        blocks_per_chunk: blocks of each tensor in a chunk.
+        blocks_per_chunk: number of blocks of each tensor in a chunk.
         chunks: number of chunks in host memory.
         chunk_bytes: size of this rank's part of a chunk in bytes, as computed by the spec.
         shared: host memory to use; None to allocate it.
@@ -353,7 +353,7 @@ class Transferrer(OffloadingWorker):  # type: ignore[misc]
                 host = self._first + chunks * self._row + within
                 copied = np.broadcast_to(group.copied, device.shape)
                 found.append((device.ravel(), host.ravel(), copied.ravel()))
-        if len(found) == 1:  # a copy of the addresses would take longer than computing them
+        if len(found) == 1:  # copying the addresses would take longer than computing them
             return Pieces(*found[0])
         nothing = (np.empty(0, dtype=np.int64),) * 3
         return Pieces(*map(np.concatenate, zip(nothing, *found, strict=True)))
@@ -379,7 +379,7 @@ class Transferrer(OffloadingWorker):  # type: ignore[misc]
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        """Starts queued stores, and returns the transfers that finished since the last call.
+        """Starts queued stores and returns the transfers that finished since the last call.
 
         Overrides `OffloadingWorker.get_finished`.
         """
@@ -393,7 +393,7 @@ class Transferrer(OffloadingWorker):  # type: ignore[misc]
         self._in.wait(job_ids)
 
     def shutdown(self) -> None:
-        """Waits for all transfers, and frees host memory. Overrides `OffloadingWorker.shutdown`."""
+        """Waits for all transfers and frees host memory. Overrides `OffloadingWorker.shutdown`."""
         self._out.close()
         self._in.close()
         self._host.close()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """An offloading spec with our copies to host memory and vLLM's tiers (disk, peers) below it.
 
-The tiers run in the scheduler's process, and access host memory only, never the KV cache. Host
+The tiers run in the scheduler's process and access only host memory, never the KV cache. Host
 memory is a file in /dev/shm that this process and the workers map. The file is unlinked once all
 processes have mapped it, so that it does not outlive a killed engine.
 """
@@ -34,7 +34,7 @@ class VMemTieringSpec(OffloadingSpecMixin, TieringOffloadingSpec):  # type: igno
         super().__init__(config)
 
     def get_manager(self) -> Any:
-        """Creates the manager, and unlinks the file that holds the host memory.
+        """Creates the manager and unlinks the file that holds the host memory.
 
         Runs in the scheduler's process. Overrides `TieringOffloadingSpec.get_manager`.
 
@@ -52,7 +52,7 @@ class VMemTieringSpec(OffloadingSpecMixin, TieringOffloadingSpec):  # type: igno
         return manager
 
     def shared(self) -> Shared:
-        """Maps the host memory into a worker's process, and returns this rank's part of it."""
+        """Maps the host memory into this worker's process and returns this rank's part of it."""
         rank = 0 if self.replicated_layout else self.config.parallel.rank
         region = SharedOffloadRegion(
             engine_id=self._engine_id,

@@ -128,8 +128,8 @@ def configure(config: Any) -> None:
 def _instance_of(config: Any) -> str:
     """Returns a unique instance id, since vLLM's five-digit ids may collide between engines.
 
-    Each API server recreates the configuration, and gets the id from its parent process through
-    an environment variable.
+    Each API server recreates the configuration and gets the id from its parent process through an
+    environment variable.
     """
     rank = getattr(config.parallel_config, "_api_process_rank", 0)
     count = getattr(config.parallel_config, "_api_process_count", 1)

@@ -81,7 +81,7 @@ def connect(config: Any, settings: Settings) -> list[Rank]:
 
     Raises:
         RuntimeError: a worker is not an `ElasticWorker`, or the executor cannot call all workers.
-        RankLost: a rank does not accept the connection.
+        RankLost: a rank did not accept the connection.
     """
     executor = EXECUTORS.get(config.instance_id)
     if executor is None:

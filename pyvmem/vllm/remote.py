@@ -24,7 +24,7 @@ _NUMBERS = frozenset(("limit", "used", "asleep"))
 
 
 def on_account(account: Account | None, name: str, args: list[Any], named: dict[str, int]) -> Any:
-    """Reads an attribute or calls a method of a rank's account, in the rank's process.
+    """Reads an attribute or calls a method of a rank's account; runs in the rank's process.
 
     Raises:
         InvalidArgument: the rank has no account, or `name` is not allowed.
@@ -36,7 +36,7 @@ def on_account(account: Account | None, name: str, args: list[Any], named: dict[
 
 
 class RemoteAccount:
-    """A proxy for the `Account` in a rank's process; using a member calls the rank.
+    """A proxy for the `Account` in a rank's process; each access is a call to the rank.
 
     Members raise `RankLost` if the rank does not answer.
     """
@@ -125,7 +125,7 @@ def join_ledgers(
         terms: floor, limit, least, virtual and host, in bytes per rank.
 
     Raises:
-        VMemError: from `join_device`, on this machine.
+        VMemError: `join_device` failed on this machine.
         RankLost: `join_device` failed on another machine, or the rank there has exited.
     """
     on_device: dict[tuple[str, str], list[Rank]] = {}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""vLLM's schedulers, over blocks that may have no memory.
+"""vLLM's schedulers, working on blocks that may have no memory.
 
 vLLM's block pool works as usual, but its free queue contains only backed blocks. Before vLLM
 compares a request's demand with the free blocks, `Demand` backs as many as it can. If memory
-runs out, vLLM finds too few free blocks, and lets requests wait or preempts them as usual.
+runs out, vLLM finds too few free blocks and lets requests wait or preempts them as usual.
 
 `ElasticEngine.lock` is held whenever vLLM's scheduler runs; the keeper thread also takes it.
 """
@@ -45,9 +45,9 @@ class StepOrders:
 def _exclude_unbacked_blocks(pool: Any, elastic: ElasticEngine) -> None:
     """Stops vLLM's block pool from counting unbacked blocks as used.
 
-    The pool counts every block that is not in its free queue. This function replaces methods of the
-    object rather than its class: attribute lookup is slower in an object whose class was changed,
-    and vLLM looks attributes up for every request in every step.
+    The pool counts every block that is not in its free queue. This function replaces methods on the
+    object instead of changing its class: attribute lookup is slower on an object whose class was
+    changed, and vLLM looks up attributes for every request on every step.
     """
     reset = pool.reset_prefix_cache
 
@@ -68,7 +68,7 @@ class _Elastic:
     elastic: ElasticEngine
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Creates vLLM's own scheduler if the model, such as an encoder, has no KV cache."""
+        """Creates vLLM's own scheduler for a model without a KV cache, such as an encoder."""
         kv_cache_config = kwargs["kv_cache_config"] if "kv_cache_config" in kwargs else args[1]
         if kv_cache_config.kv_cache_groups:
             return super().__new__(cls)
@@ -87,7 +87,7 @@ class _Elastic:
         self.elastic.start()
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """Schedules a step, and attaches `StepOrders` to its output.
+        """Schedules a step and attaches `StepOrders` to its output.
 
         Overrides `Scheduler.schedule`.
         """
@@ -107,7 +107,7 @@ class _Elastic:
             return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """Processes a step's output, and records that the step and its transfers are done.
+        """Processes a step's output and records that the step and its transfers are done.
 
         Overrides `Scheduler.update_from_output`.
         """
@@ -157,7 +157,7 @@ class _Elastic:
             self.elastic.set_paused(pause_state.name != "UNPAUSED")
 
     def shutdown(self) -> None:
-        """Stops the keeper, leaves the ledgers and shuts the scheduler down.
+        """Stops the keeper, leaves the ledgers and shuts down the scheduler.
 
         Overrides `Scheduler.shutdown`.
         """
@@ -166,8 +166,8 @@ class _Elastic:
 
 
 class ElasticScheduler(_Elastic, Scheduler):  # type: ignore[misc]
-    """vLLM's `Scheduler` over elastic memory."""
+    """vLLM's `Scheduler` on elastic memory."""
 
 
 class ElasticAsyncScheduler(_Elastic, AsyncScheduler):  # type: ignore[misc]
-    """vLLM's `AsyncScheduler`, which schedules a step ahead, over elastic memory."""
+    """vLLM's `AsyncScheduler`, which schedules a step ahead, on elastic memory."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """A sleep back end for vLLM's weights, in the worker's process.
 
-The weights are loaded into a `VMemPool`, which can free their memory but keep their addresses, so
+The weights are loaded into a `VMemPool`, which can free their memory and keep their addresses so
 that CUDA graphs stay valid. The KV cache needs no back end: vLLM resets the prefixes before it
 sleeps, and a paused `ElasticEngine` frees all memory that no request or prefix holds.
 """
@@ -33,7 +33,7 @@ def loading_weights(settings: Settings, device: int) -> AbstractContextManager[A
     """Returns a context manager in which torch allocates the weights from the pool.
 
     Raises:
-        RuntimeError: weight loaders use CUDA's copies, which reject this back end's memory.
+        RuntimeError: CUDA's copies, which weight loaders use, reject this back end's memory.
     """
     if not _pools:
         context = open_context(settings.backend or "auto", device, settings.page_size, 0)
@@ -89,10 +89,10 @@ class VMemSleepBackend(SleepModeBackend):  # type: ignore[misc]
 
     @classmethod
     def preserves_communicators(cls) -> bool:
-        """Returns true: the communicators' buffers are in other memory."""
+        """Returns true: the communicators' buffers are not in memory that sleep frees."""
         return True
 
     @classmethod
     def preserves_compiled_artifacts(cls) -> bool:
-        """Returns true: memory is freed, but its addresses do not change."""
+        """Returns true: the memory is freed, but its addresses do not change."""
         return True

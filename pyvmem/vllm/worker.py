@@ -123,7 +123,7 @@ class ElasticWorker:
         return loading_weights(self._settings, self.device.index or 0)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """Creates the KV tensors on elastic memory, and maps the null block.
+        """Creates the KV tensors on elastic memory and maps the null block.
 
         Overrides `Worker.initialize_from_config`.
 
@@ -160,7 +160,7 @@ class ElasticWorker:
                 )
 
     def _open(self, num_blocks: int, sizes: Sequence[int]) -> KVMemory:
-        """Creates the memory for tensors of these sizes in bytes, and maps the null block."""
+        """Creates the memory for tensors of the given sizes in bytes and maps the null block."""
         settings, gpu = self._settings, self.device.type == "cuda"
         device = self.device.index or 0 if gpu else None
         most = min(sum(sizes), settings.limit or sum(sizes), device_total(device))
@@ -174,7 +174,7 @@ class ElasticWorker:
             settings.reserve if settings.reserve is not None else 256 << 20,
         )
         memory = self._memory = KVMemory(context, num_blocks, sizes, visible=settings.visible)
-        # Covers a worker that is garbage-collected without a shutdown, as after ``del llm``.
+        # Covers a worker that is garbage-collected without being shut down, as after ``del llm``.
         weakref.finalize(self, memory.close).atexit = False
         memory.grow(
             runs_of([memory.geometry.pages(k, 0) for k in range(len(memory.geometry.classes))])
@@ -212,7 +212,7 @@ class ElasticWorker:
         return RankAddress(machine(self._settings), self._server.address)
 
     def vmem_listen(self, scheduler: str) -> tuple[str, int, str] | None:
-        """Calls `Server.listen` if the scheduler is on another machine, and returns its result.
+        """Calls `Server.listen` and returns its result if the scheduler is on another machine.
 
         The scheduler calls this through `Executor.collective_rpc`.
 
@@ -293,7 +293,7 @@ class ElasticWorker:
         super().execute_dummy_batch()  # type: ignore[misc]
 
     def sleep(self, level: int = 1) -> None:
-        """Puts the weights to sleep, and waits until the KV cache's memory is freed.
+        """Puts the weights to sleep and waits until the KV cache's memory is freed.
 
         The memory is already free unless the caller bypassed the scheduler, as verl does. Overrides
         `Worker.sleep`.
@@ -302,7 +302,7 @@ class ElasticWorker:
         self._rest()
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Drops the memory with these tags, and waits until the KV cache's memory is freed.
+        """Drops the memory with these tags and waits until the KV cache's memory is freed.
 
         Overrides `Worker.discard`.
         """
@@ -315,7 +315,7 @@ class ElasticWorker:
             log.warning("vmem: a sleeping worker still has the memory of its KV cache")
 
     def shutdown(self) -> None:
-        """Shuts the worker down and frees the KV memory. Overrides `Worker.shutdown`."""
+        """Shuts down the worker and frees the KV memory. Overrides `Worker.shutdown`."""
         server, self._server = self._server, None
         if server is not None:
             LOCAL.pop(server.address, None)
@@ -330,7 +330,7 @@ class ElasticWorker:
 def _states_lent(runner: Any, lend: Callable[[Sequence[int]], None]) -> Iterator[None]:
     """Backs, within the ``with`` block, the blocks that the V2 runner uses outside a step.
 
-    Since 0.31, `prepare_dummy_attn` uses them to warm up the kernels of layers with a state.
+    Since 0.31, `prepare_dummy_attn` uses them to warm up the kernels of stateful layers.
     """
     prepare = getattr(runner, "prepare_dummy_attn", None)
     if prepare is None:
@@ -353,14 +353,14 @@ def _states_lent(runner: Any, lend: Callable[[Sequence[int]], None]) -> Iterator
 def _views(kv_caches: Iterable[Any]) -> Iterator[Any]:
     """Yields the tensors of all layers.
 
-    Before vLLM 0.28, a layer with a state has a list of tensors instead of a tensor.
+    Before vLLM 0.28, a stateful layer has a list of tensors instead of a single tensor.
     """
     for one in kv_caches:
         yield from one if isinstance(one, list | tuple) else (one,)
 
 
 def _blocks_named(scheduler_output: Any) -> list[int]:
-    """Returns the blocks of a step's new requests, and those newly added to other requests."""
+    """Returns the blocks of a step's new requests and those newly added to other requests."""
     named: list[int] = []
     for request in scheduler_output.scheduled_new_reqs:
         for group in request.block_ids:
