@@ -27,7 +27,7 @@ def register() -> None:
 
     Raises:
         ImportError: pyvmem cannot be imported.
-        Exception: from `pyvmem.vllm.plugin.register`.
+        Exception: `pyvmem.vllm.plugin.register` failed.
     """
     if _asked():
         _register()

@@ -30,8 +30,8 @@ from pyvmem.elastic.geometry import Geometry, Run, runs_of
 
 __all__ = ["Backing", "Growth", "Quota", "Release", "Workers"]
 
-_NONE, _MAPPED, _MAPPING, _UNMAPPING = range(4)  # states of a page
-_UNBACKED, _GROWING, _BACKED = range(3)  # states of a block
+_NONE, _MAPPED, _MAPPING, _UNMAPPING = range(4)  # page states
+_UNBACKED, _GROWING, _BACKED = range(3)  # block states
 _POLL = 0.05  # seconds between attempts to reserve the null block's memory
 _AGAIN = 1.0  # if asked again within this many seconds, an idle engine frees twice as much
 
@@ -273,7 +273,7 @@ class Backing:
             self._state[kind][first : first + count] = state
 
     def _count(self, blocks: Sequence[int], by: int) -> list[list[int]]:
-        """Adds `by` to the user counts of the blocks' pages; returns the pages without users."""
+        """Adds `by` to the user counts of the blocks' pages; returns those left without users."""
         unused: list[list[int]] = []
         for kind, users in enumerate(self._users):
             pages, _ = self._pages(kind, np.asarray(blocks, dtype=np.int64))

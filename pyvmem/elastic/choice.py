@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Chooses the page size of the pool.
 
-Small pages slow down attention when a lot of memory is mapped; large pages waste memory otherwise:
+Small pages slow down attention if a lot of memory is mapped; large pages waste memory if not:
 
                                        64 KB entries               2 MB entries
     attention, up to 8 GiB mapped      1.00 of cudaMalloc's time   1.00
@@ -15,7 +15,7 @@ between 8 and 16 GiB, so the threshold is 8 GiB.
 Since vLLM 0.32, all layers of a block can be contiguous (VLLM_KV_CACHE_LAYOUT=BLHNC or BLNHC). If
 the size of such a block is a multiple of 2 MB, it shares no large page with other blocks: prefixes
 never have to move, and one call maps the block. The pool does not request this layout because, on a
-full H100, it makes each decode step 1.2 to 1.4% slower, even in stock vLLM
+full H100, each decode step then takes 1.2 to 1.4% longer, even in stock vLLM
 (results/logs/h100-vllm-layouts.log).
 """
 

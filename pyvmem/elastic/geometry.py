@@ -150,7 +150,7 @@ class Geometry:
         return max(1, min(found, default=1))
 
     def most_bytes(self, blocks: int) -> int:
-        """Returns how many bytes `blocks` consecutive blocks need in the worst alignment."""
+        """Returns how many bytes `blocks` consecutive blocks need with worst-case alignment."""
         total = 0
         for kind, one in enumerate(self.classes):
             spill = 0 if one.block_bytes % self.page_size == 0 else 1
@@ -198,7 +198,7 @@ def blocks_are_outermost(
 
 
 def runs_of(pages: Sequence[Iterable[int]]) -> list[Run]:
-    """Returns the smallest list of runs that covers the given page indices of each class."""
+    """Returns the fewest runs that cover the given page indices of each class."""
     runs: list[Run] = []
     for kind, indices in enumerate(pages):
         first = end = -1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Chooses which idle block to hand out next, so that whole pages become free.
+"""Chooses which idle block to hand out next so that whole pages become free.
 
 A group consists of the blocks that share pages (`Geometry.group_unit`):
 

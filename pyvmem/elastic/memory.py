@@ -69,8 +69,8 @@ def open_context(backend: str, device: int, page_size: int, reserve: int) -> Con
         backend: name of the back end, or ``"auto"``.
         device: index of the CUDA device.
         page_size: page size in bytes; 0 for the back end's smallest.
-        reserve: bytes of free pages that the context keeps; empty slabs beyond this go back to the
-            device.
+        reserve: bytes of free pages that the context keeps; empty slabs beyond this are returned to
+            the device.
 
     Raises:
         ValueError: the back end does not support this page size.

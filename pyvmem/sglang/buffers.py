@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Creates SGLang's KV tensors on a reservation. A page is contiguous in each tensor.
+"""Creates SGLang's KV tensors on a reservation. Each page is contiguous in each tensor.
 
     K of layer 0 | page 0 | page 1 | ...      the same for V of layer 0, K of layer 1, ...
 

@@ -147,7 +147,7 @@ class PagePool:
 
     Attributes:
         allocated: number of pages handed out.
-        short: true if a request is short of memory and the ledger has been told.
+        short: true if a request is short of memory and this is posted to the ledger.
         admits: true if requests may be admitted.
         waits: number of grow operations that steps have waited for.
         hits, queries: number of tokens found in the prefix cache, and number of tokens looked up.
@@ -179,7 +179,7 @@ class PagePool:
         self._arrivals: deque[Arrival] = deque()
         self._arriving = self._arrived = self._may_arrive = 0
         self._mapper = ThreadPoolExecutor(1, "vmem-map")
-        self._growth: Growth | None = None  # the growth that the thread is mapping
+        self._growth: Growth | None = None  # the growth that the pool's thread is mapping
         self._mapping: Future[None] | None = None
         self._step = 0
         self._lacked = self._pressed = self._tidy = False
@@ -383,7 +383,7 @@ class PagePool:
             self._growth, self._mapping = growth, self._mapper.submit(growth.run, self)
 
     def _finish_growth(self) -> None:
-        """Waits for the thread's growth, if any, and records it."""
+        """Waits for the growth in the pool's thread, if any, and records it."""
         if self._growth is not None and self._mapping is not None:
             growth, self._growth = self._growth, None
             self._mapping.result()
@@ -484,7 +484,7 @@ class PagePool:
     def _check_others(
         self, now: float, at_rest: bool, used: int, cached: int, evict: Callable[[int], None]
     ) -> None:
-        """Frees memory that other engines need, and reports to the ledger."""
+        """Frees memory that other engines need and reports to the ledger."""
         if self.short and not self._lacked:
             self.quota.want(0)
             self.short = False

@@ -83,7 +83,7 @@ class Ranks(Protocol):
         """Sets the time to rank 0's time."""
 
     def least(self, *numbers: int) -> tuple[int, ...]:
-        """Returns the minimum of each number over all ranks."""
+        """Returns the minimum of each number across all ranks."""
 
     def agree(self, quota: Quota) -> Quota:
         """Returns a quota that gives the same results on all ranks."""
@@ -154,7 +154,7 @@ class RankGroup:
         self._now = state.now
 
     def least(self, *numbers: int) -> tuple[int, ...]:
-        """Returns the minimum of each number over all ranks."""
+        """Returns the minimum of each number across all ranks."""
         import torch
 
         found = torch.tensor(numbers, dtype=torch.int64)
@@ -246,7 +246,7 @@ class AgreedQuota:
     def pressure(self) -> tuple[int, bool]:
         """Returns how many bytes each rank should free, and whether to stop admitting requests.
 
-        Both are the maximum over all ranks. Updates `room`, `limit` and `asleep`. See
+        Both are the maximum across all ranks. Updates `room`, `limit` and `asleep`. See
         `LedgerQuota.pressure`.
         """
         excess, has_more = self._quota.pressure()

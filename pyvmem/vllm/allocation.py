@@ -7,7 +7,7 @@ torch mode in which these calls return the pool's tensors. The number of tensors
 version:
 
     0.26 to 0.28   a tensor for each layer, or for layers that share it (`KVCacheTensor.shared_by`)
-    from 0.29 on   a single tensor for all layers, with a stride (`KVCacheTensor.layer_stride`)
+    from 0.29 on   a single tensor, in which layers are `KVCacheTensor.layer_stride` bytes apart
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ _LOOK = 0.01  # seconds between checks for finished unmaps and, if idle, other e
 _PIECE = 64 << 20  # bytes of slabs compacted at a time, while steps wait
 _REPORT = 0.1  # seconds between reports to the ledger, and between checks of a busy engine
 _BACKOFF = 0.02  # seconds between attempts to grow while a request waits for memory
-_PATIENCE = 0.25  # seconds between attempts to grow otherwise
+_PATIENCE = 0.25  # seconds between attempts to grow while no request waits for memory
 _START_PATIENCE = 30.0  # seconds to wait for other engines to make room for the null block
 _RESERVE = 256 << 20
 _RECENT = 5.0  # window in seconds; its largest step determines how much is backed ahead
@@ -64,7 +64,7 @@ log = logging.getLogger("vllm.vmem")
 
 
 class ElasticEngine:
-    """Manages the memory of one engine, for its scheduler.
+    """Manages the memory of one engine on behalf of its scheduler.
 
     Methods must be called with `lock` held unless they say otherwise.
 
@@ -471,7 +471,7 @@ class ElasticEngine:
 
     @property
     def has_more(self) -> bool:
-        """True if, at the last check, another engine waited while this one exceeded its share.
+        """True if, at the last check, another engine was waiting and this one exceeded its share.
 
         The engine then admits no more requests while others run. Otherwise an engine with a queue
         would never give memory back, since each finished request makes room for the next.
@@ -528,7 +528,7 @@ class ElasticEngine:
         return max(_LOOK, self._next - now) if stepping else _LOOK
 
     def tick(self, force: bool = False, called: bool = False) -> None:
-        """Runs a keeper pass: frees idle memory, and backs blocks ahead of need.
+        """Runs a keeper pass: frees idle memory and backs blocks ahead of need.
 
         Called without `lock`.
 
@@ -538,7 +538,7 @@ class ElasticEngine:
         """
         due = called or time.monotonic() > self._reported + _REPORT
         if force or self.backing.unconfirmed or due:
-            self.ranks.poll()  # without the lock, so that steps continue
+            self.ranks.poll()  # without the lock, so that steps can continue
         with self.lock:
             self._collect()
             now = time.monotonic()

@@ -33,7 +33,7 @@ class Mover:
         pool: vLLM's block pool.
         backing: records which blocks have memory.
         idle: the idle blocks.
-        holds: blocks that an offload store still reads.
+        holds: blocks that an offload store is still reading.
 
     Attributes:
         victims: groups to empty, in this order.

@@ -69,7 +69,7 @@ class Holds:
         on: whether the connector is an OffloadingConnector.
         counters: totals since the start.
         dropped: ids of stores that the next step tells the workers to skip.
-        scheduling: whether vLLM's `schedule` is running; blocks that it frees are not held.
+        scheduling: whether vLLM's `schedule` is running; blocks freed meanwhile are not held.
     """
 
     def __init__(self, connector: Any, ranks: int) -> None:
@@ -102,7 +102,7 @@ class Holds:
                 self._count_lower_tiers(host)
 
     def _count_lower_tiers(self, host: Any) -> None:
-        """Wraps the methods that vLLM's lower tiers use to write to host memory, to count chunks."""
+        """Wraps the methods with which lower tiers write to host memory, to count chunks."""
         prepare, complete = host.prepare_write, host.complete_write
 
         def prepare_write(keys: Any, req_context: Any) -> Any:
@@ -258,7 +258,7 @@ class Holds:
         return gone
 
     def forget(self) -> None:
-        """Clears the records about host memory, once vLLM's manager has cleared its own."""
+        """Clears the records about host memory; called when vLLM's manager clears its own."""
         self._failed.clear()
         self._chunks = 0
 

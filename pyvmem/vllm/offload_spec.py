@@ -174,13 +174,13 @@ class _Direction:
     def __init__(self, pieces: Callable[[Sequence[_Transfer]], Pieces]) -> None:
         self.copies: Copies | None = None
         self._pieces = pieces
-        self._lock = threading.Lock()  # taken here and by threads that unmap memory
+        self._lock = threading.Lock()  # also taken by threads that unmap memory
         self._held: list[tuple[int, _Transfer]] = []
         self._after: Any = None  # GPU work that the queued transfers must wait for
         self._under_way: deque[tuple[list[tuple[int, int]], Copy]] = deque()
 
     def hold(self, number: int, transfer: _Transfer) -> None:
-        """Queues a transfer; it will run after the work launched so far."""
+        """Queues a transfer to run after the work launched so far."""
         if self.copies is None:
             raise RuntimeError("a KV transfer before the engine's memory is known")
         with self._lock:

@@ -43,13 +43,13 @@ class CannotWork(ValueError):
 
 
 def register() -> None:
-    """Wraps the functions with which vLLM creates a configuration and starts an executor.
+    """Wraps the functions that vLLM uses to create a configuration and to start an executor.
 
     Does nothing unless ``VMEM_VLLM=1``. vLLM calls this in each of its processes. The wrappers
     read the variable again for each configuration.
 
     Raises:
-        UnknownVersion: this version of vLLM does not have a symbol that the pool uses.
+        UnknownVersion: this version of vLLM is too old or lacks a symbol that the pool uses.
         ValueError: a variable VMEM_* is malformed.
     """
     if not Settings.asked("VMEM_VLLM"):

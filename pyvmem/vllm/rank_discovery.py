@@ -33,7 +33,7 @@ ALONE = (
     "each has its own scheduler, and all must make the same decisions; with the pool, a decision "
     "depends on the free memory of the scheduler's device"
 )
-"""Why an engine whose executors call only their own rank is rejected, for error messages."""
+"""For error messages: why an engine whose executors call only their own rank is rejected."""
 
 LOCAL: weakref.WeakValueDictionary[str, KVMemory] = weakref.WeakValueDictionary()
 """The memory of the ranks in this process, keyed by the path of each rank's socket."""

@@ -328,7 +328,7 @@ class ElasticWorker:
 
 @contextmanager
 def _states_lent(runner: Any, lend: Callable[[Sequence[int]], None]) -> Iterator[None]:
-    """Backs, within the ``with`` block, the blocks that the V2 runner uses outside a step.
+    """Backs the blocks that the V2 runner uses outside a step, until the ``with`` block ends.
 
     Since 0.31, `prepare_dummy_attn` uses them to warm up the kernels of stateful layers.
     """
