@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Contexts, reservations and pages: wraps functions of vmem.h one to one."""
+"""Contexts, reservations and pages: one-to-one wrappers for functions of vmem.h."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ __all__ = ["Outcome", "cell_of", "change", "change_back"]
 class Outcome:
     """Memory to which a call writes its result before it returns, so that the result is never lost.
 
-    Python runs signal handlers between two bytecode instructions, never inside C. Therefore either
-    the call was not made, or its complete result is stored here and its edits are applied.
+    Python runs signal handlers between two bytecode instructions, never inside C. So either the
+    call was not made, or its complete result is stored here and its edits are applied.
 
     Args:
         edits: see `of`.

@@ -122,7 +122,7 @@ class Batch:
 
         For CUDA graphs: a graph is captured once and reads `slots`, `positions`, `ranks`,
         `index`, `used`, `starts` and `block_table` at every replay. Only FlashAttention-3's calls
-        can be captured, as they do not take lengths from the host. Runs on the current stream.
+        can be captured, since they do not take lengths from the host. Runs on the current stream.
 
         Args:
             reqids: the requests' slots; their number must not change.

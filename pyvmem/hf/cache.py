@@ -46,7 +46,7 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
         with VMemCache(model.config, max_batch_size=4, max_cache_len=4096) as cache:
             model.generate(**inputs, cache=cache)  # past_key_values=cache before 5.24
 
-    Generates the same tokens as `DynamicCache`. A batch of n rows (batch size times beams) uses n
+    The output is the same as with `DynamicCache`. A batch of n rows (batch size times beams) uses n
     slots. Heads, dtype and device are taken from the first keys; memory is allocated only then.
     Layers with a sliding window keep the window and, for the truncations of assisted generation,
     ``window_tile`` tokens before it. For MLA, if the model passes the latent to the cache, it is

@@ -84,7 +84,7 @@ class Options:
         self.check()
 
     def check(self, layers: Sequence[LayerShape] = ()) -> None:
-        """Checks the options for `layers`; if none are given, applies only general rules."""
+        """Checks the options against `layers`, or, without layers, only against general rules."""
         check_arguments(self.kvcache, GIVEN, layers, self.context, self.backend)
 
 
@@ -93,7 +93,7 @@ def check_model(config: Any, tensor_parallel: int = 1) -> None:
 
     transformers' own continuous batching also supports only full and sliding attention
     (``ATTN_TYPE_TO_ALLOCATOR`` in its ``cache.py``): its batch is a single row with all requests'
-    tokens, and a layer with a state would mix the requests.
+    tokens, and a stateful layer would mix the requests.
 
     Raises:
         NotSupported: the model has states, chunked attention, layers that share keys or capped
@@ -259,7 +259,7 @@ def make_requests(
 
 
 def _free(context: Context | None, backend: str, ordinal: int | None) -> int:
-    """Returns the bytes available to a cache in `context`, or in a new one if it is None."""
+    """Returns the bytes available to a cache in `context`, or in a new context if None."""
     if context is not None:
         return free_bytes(context)
     with Context(backend, device=ordinal or 0) as opened:

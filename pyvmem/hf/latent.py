@@ -39,7 +39,7 @@ def is_latent(config: Any) -> bool:
 
 
 def latent_rank(config: Any) -> int:
-    """Returns the number of latent elements that values are computed from; 0 if there is no MLA."""
+    """Returns the number of latent elements that values are computed from; 0 without MLA."""
     return int(getattr(config, "kv_lora_rank", None) or 0)
 
 

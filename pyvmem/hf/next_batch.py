@@ -79,7 +79,7 @@ class NextBatch:
         self._batch = self._attention.batch([one.slot for one in batch], new, kv_lens)
         ahead = {one: min(one.length + 1, cache.max_seq_len) for one in batch}
         with suppress(TooManyBatches):  # the next `hold` maps the pages
-            cache.prepare(ahead)  # if memory is short, the next `hold` reports it
+            cache.prepare(ahead)  # the next `hold` reports a shortage of memory
 
     def attend(
         self,

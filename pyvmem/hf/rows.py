@@ -102,7 +102,7 @@ class TakesRows:
 
     @uncompiled
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps these rows in this order; `indices` may be a mask."""
+        """Keeps the given rows, in the given order; `indices` may be a mask."""
         if self.is_initialized:
             rows = torch.as_tensor(indices).cpu()
             try:
@@ -338,7 +338,7 @@ class Rows:
         except BaseException:
             self._drop(before)
             raise
-        self.count = rows  # set only once the pages are mapped, as `_drop` may also be interrupted
+        self.count = rows  # set only once the pages are mapped: `_drop` may be interrupted too
         self.length = tokens
         self._held = max(self._held, tokens)
         if tokens < settings.max_length:
@@ -358,7 +358,7 @@ class Rows:
         return self._where[2]
 
     def settle(self) -> None:
-        """Frees rows that no layer uses any more; a layer calls this when it may drop rows."""
+        """Frees rows that no layer still uses; a layer calls this when it may have dropped rows."""
         if self.cache is None:
             return
         layers = [layer for layer in self.layers if layer.is_initialized]
@@ -369,7 +369,7 @@ class Rows:
             self._drop(count)
 
     def _drop(self, count: int) -> None:
-        """Frees the slots from `count` on. After an exception, the next call resumes the work."""
+        """Frees slot `count` and all later ones. If interrupted, the next call finishes the job."""
         assert self.cache is not None
         self.count = count
         if not count:

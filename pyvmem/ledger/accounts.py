@@ -490,7 +490,7 @@ class Ledger(Closable):
     def total(self, word: str) -> int:
         """Sums a word over all living engines.
 
-        The caller holds the lock, unless a suspended process does not release it.
+        The caller holds the lock, unless a suspended process is holding on to it.
         """
         taken = [slot for slot in range(_SLOTS) if self.word(slot, "state") == _TAKEN]
         return sum(
@@ -710,7 +710,7 @@ class Ledger(Closable):
             yield self.total_beside("host")
 
     def leave(self, slot: int) -> None:
-        """Frees a slot of this process."""
+        """Frees a slot that this process owns."""
         with self.locked():
             self.put(slot, "state", _FREE)
             self._lock_byte(1 + slot, fcntl.F_UNLCK, fcntl.F_OFD_SETLK)
@@ -763,7 +763,7 @@ class Account:
     def _change(self, change: Callable[[], None]) -> None:
         """Changes the slot, now or together with the next change that gets the lock.
 
-        Therefore an engine never blocks on a stopped engine that holds the lock.
+        This way, an engine never blocks on a stopped engine that holds the lock.
         """
         try:
             with self._locked():
@@ -807,7 +807,7 @@ class Account:
     def room(self, free: int | None = None) -> int:
         """Returns how many bytes `take` would grant now.
 
-        `free` is the device's unused memory in bytes; None: it is not taken into account.
+        `free` is the device's unused memory in bytes; None: not taken into account.
         """
         try:
             with self._locked():

@@ -33,7 +33,7 @@ from pyvmem.telemetry import CONTENT_TYPE, Family, Sample, prometheus_text
 __all__ = ["COUNTERS", "GAUGES", "REVISION", "Control", "answer", "unit_of"]
 
 REVISION = "v1"
-"""First part of each path. Within a revision, fields are never removed, but may be added."""
+"""First component of every path. Within a revision, fields are never removed, but may be added."""
 
 GAUGES = {
     "used": "Memory that backs the KV cache, in bytes of one device.",

@@ -72,7 +72,7 @@ class ContextRemains(Remains):
 
     Attributes:
         unclaimed: true if no caller holds anything in the context, so that it may be closed with
-            its contents. An object that owns its context sets this until it is first used.
+            its contents. An object that owns its context keeps this set until its first use.
     """
 
     def __init__(self, owner: Context, made: Outcome) -> None:
@@ -443,7 +443,7 @@ class Context(AddressSpace, Closable):
         return _native.compact(self.handle, want, items)
 
     def reservations(self) -> list[Reservation]:
-        """Returns the open reservations of the context."""
+        """Returns the context's open reservations."""
         with self._lock:
             return [one for one in self._known() if one.is_open]
 

@@ -100,7 +100,7 @@ class OpBatch:
         return self._array
 
     def wrote(self, count: int) -> None:
-        """Sets the number of operations that C has written to `array`; none may consume pages."""
+        """Records that C wrote `count` operations to `array`, none of which may consume pages."""
         end = operator.index(count) * OP_BYTES
         if not 0 <= end <= self._limit:
             _native.fail(

@@ -101,7 +101,7 @@ def real(name: str, value: Any, high: int, *, op: str, positive: bool = False) -
 
 
 def switched(name: str, value: Any, *, op: str) -> bool:
-    """Returns a bool; raises InvalidArgument for other types, as "off" would count as true."""
+    """Returns a bool; raises InvalidArgument for other types, since "off" is truthy."""
     if not (isinstance(value, int) and value in (0, 1)):
         raise invalid(f"{name} must be True or False, not {shown(value)}", op=op)
     return bool(value)
