@@ -53,7 +53,7 @@ else:  # use ctypes, since cffi would release the GIL
 
 
 class Kind:
-    """Bits that describe a slot, for `Columns.pick`; _columns.h defines each."""
+    """Bits that describe a slot, for `Columns.pick`; see _columns.h for what each one means."""
 
     FREE = constant("PYVMEM_FREE")
     STALE = constant("PYVMEM_STALE")

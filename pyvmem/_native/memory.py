@@ -103,7 +103,7 @@ def submit(
 
 
 def wait(vm: int, ticket: int, timeout_ns: int) -> bool:
-    """Waits for a batch and raises its error. Returns False if it does not finish in time."""
+    """Waits for a batch and raises its error, if any. Returns False if it times out."""
     code = lib.vmem_wait(vm, ticket, timeout_ns)
     if code == 0:
         return True

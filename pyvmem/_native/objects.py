@@ -203,7 +203,7 @@ def drop_range(
     *,
     outcome: Outcome | None = None,
 ) -> None:
-    """Drops the reference to parts of a handle's pages."""
+    """Drops the reference to part of a handle's pages."""
     call(lib.pyvmem_drop_range, cell_of(outcome), vm, handle, offset, size, count, stride)
 
 

@@ -67,11 +67,11 @@ class Part(NamedTuple):
 
 
 class Batch:
-    """The new tokens of a step's requests, one request after the other. All layers share it.
+    """The new tokens of a step's requests, one request after another; shared by all layers.
 
     Of a request's ``kv_lens[i]`` tokens, the last ``q_lens[i]`` are new: one in decoding, all in a
-    prefill, some in a chunked prefill. A token attends to the tokens of its own request up to
-    itself.
+    prefill, some in a chunked prefill. A token attends to the tokens of its own request, up to and
+    including itself.
 
     Args:
         parts: one per form of layer, at least one; all their caches must have been stepped to these

@@ -164,7 +164,7 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
 
         Raises:
             Busy: tensors that `update` returned are still alive; drop them and call `close` again.
-                The cache's contents are dropped in any case.
+                The cache's contents are dropped regardless.
         """
         self._rows.close()
         self._finalizer.detach()

@@ -60,7 +60,7 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Computes a layer's attention over the slots; transformers calls this function.
+    """Computes a layer's attention over the slots; called by transformers.
 
     Takes queries ``[1, heads, tokens, head_dim]`` and returns ``[1, tokens, ...]``.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Options for continuous batching over virtual memory, and creation of a model's cache."""
+"""Options for continuous batching on virtual memory, and the creation of a model's cache."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def check_model(config: Any, tensor_parallel: int = 1) -> None:
 
     Raises:
         NotSupported: the model has states, chunked attention, layers that share keys or capped
-            scores, or is split over several devices.
+            scores, or is split across devices.
     """
     plain_rows(config, "continuous batching over virtual memory")
     if tensor_parallel > 1:
@@ -185,7 +185,7 @@ def kept_shapes(options: Options, config: Any) -> list[LayerShape]:
 
     Raises:
         InvalidArgument: the configuration does not describe the layers.
-        NotSupported: a layer has a state.
+        NotSupported: a layer is stateful.
     """
     shapes = row_shapes(config, "continuous batching")
     if options.keep_windows:
@@ -215,7 +215,7 @@ def make_requests(
 
     Raises:
         InvalidArgument: the model or the context does not support a value.
-        NotSupported: a layer has a state.
+        NotSupported: a layer is stateful.
     """
     slots, longest = request_limits(options, config, cb_config)
     windows = [shape.window for shape in row_shapes(config, "continuous batching")]

@@ -162,7 +162,7 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         Raises:
             InvalidArgument: `tokens_to_remove` is positive; in some layer, the window of the
                 remaining tokens begins in freed rows (`KVCacheConfig.window_tile`); or
-                other layers have a state.
+                other layers are stateful.
         """
         if tokens_to_remove > 0:
             raise invalid(

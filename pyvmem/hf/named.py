@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`NamedRequests`: an engine's requests by name, built on the interface for serving engines.
+"""`NamedRequests`: manages requests by name, on top of the interface for serving engines.
 
 It provides the cache operations of continuous batching: map pages for a request's tokens, free a
 request, share a prefix, fork, and attend over the current batch. It does not depend on

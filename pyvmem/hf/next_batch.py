@@ -36,7 +36,7 @@ class NextBatch:
         self._cache = cache
         self._attention = attention
         self._batch: Batch | None = None
-        self._seen: set[int] = set()  # layers whose rows are written
+        self._seen: set[int] = set()  # layers whose rows have been written
         self.queued: list[tuple[str, int, int]] = []
 
     def queue(self, name: str, past: int, new: int) -> None:

@@ -123,7 +123,7 @@ class Rows:
         cache: None before `open`.
         shapes, handed: for each layer, the shapes it stores and the shapes it is passed; empty
             before `open`.
-        count: number of slots in use, from slot 0 on.
+        count: number of slots in use, starting at slot 0.
         length: number of tokens for which each slot has pages.
     """
 
@@ -167,7 +167,7 @@ class Rows:
         """Opens the cache for a layer's state.
 
         Args:
-            layer: a layer with a state.
+            layer: a stateful layer.
             name: "conv" or "recurrent".
             new: the first state, ``[batch, ...]``.
             sizes: shape of the state to keep.
@@ -401,7 +401,7 @@ class Rows:
         """Drops the layers' tensors and closes the cache. Idempotent.
 
         Raises:
-            Busy: tensors that `update` returned are still alive. The layers are empty in any case.
+            Busy: tensors that `update` returned are still alive. The layers are emptied regardless.
         """
         for layer in self.layers:
             layer.forget()

@@ -6,7 +6,7 @@
     PATCH /v1/engines/NAME        {"limit": "20G", "floor": 0, "asleep": true}, or a subset
     GET   /metrics                the same figures for Prometheus
 
-Everything goes through the ledger: the server does not talk to engines, has no state, and may be
+Everything goes through the ledger: the server does not talk to engines, is stateless, and may be
 stopped at any time. A router or controller that runs as the engines' user can call `order` instead.
 
 A rejected request gets a JSON object ``error`` with a ``message`` and, if a number was the cause,

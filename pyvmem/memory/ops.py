@@ -265,7 +265,7 @@ class OpBatch:
     def join(
         self, addr: int, size: int, count: int = 1, stride: int = 0, holes: bool = False
     ) -> None:
-        """Remaps every piece with the fewest driver calls and entries, as `Context.join` does.
+        """Remaps every piece with as few driver calls and entries as possible; see `Context.join`.
 
         Unless `holes` is set, every piece must be fully mapped before the batch. GPU work must not
         access the pieces until the batch is finished.

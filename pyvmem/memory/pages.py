@@ -103,7 +103,7 @@ class Pages(Scoped):
         stride: int = 0,
         outcome: Outcome | None = None,
     ) -> None:
-        """Drops the reference to parts of the pages: `count` pieces, the first at `offset`.
+        """Drops the reference to part of the pages: `count` pieces, the first at `offset`.
 
         Pages without other references return to the pool; the remaining pages keep their offsets.
         The handle itself remains valid until it is dropped.
@@ -117,7 +117,7 @@ class Pages(Scoped):
             outcome: records the result even if an exception interrupts this call.
 
         Raises:
-            OutOfRange: a piece is beyond the end or was already dropped; nothing changed.
+            OutOfRange: a piece extends past the end or was already dropped; nothing changed.
             BadHandle: the handle was already released, dropped or consumed.
         """
         _native.drop_range(

@@ -193,7 +193,7 @@ class Reservation(Closable):
         strides: Sequence[int] | None = None,
         offset: int = 0,
     ) -> VirtualArray:
-        """Returns an array over the addresses, for any library (through ``__dlpack__`` and others).
+        """Returns an array over the addresses, usable from any library (through DLPack, say).
 
         This call neither reads nor writes memory, which need not be mapped until elements are used.
         On the CPU, reading an unmapped element raises `NotMapped`, and writing to it kills the
@@ -266,7 +266,7 @@ class Reservation(Closable):
             unmap: unmap pages that are still mapped instead of raising Busy.
 
         Raises:
-            Busy: arrays, tensors or mappings are alive; nothing changed.
+            Busy: arrays, tensors or mappings still exist; nothing changed.
         """
         outcome = self._freed
         with self._context._lock:

@@ -316,7 +316,7 @@ def stream_handle(stream: Any, device: int | None) -> int:
     if work.kind is Kind.STREAM:
         return work.handle
     torch = sys.modules.get("torch")
-    # Without torch, or with a CPU build, the only current stream is CUDA's default.
+    # Without torch, or with a CPU-only build of it, the current stream is CUDA's default stream.
     if torch is None or not has_cuda(torch):
         return 0
     return int(torch.cuda.current_stream(device).cuda_stream)

@@ -80,9 +80,9 @@ def bounded(name: str, value: Any, low: int, high: int, *, op: str) -> int:
 
 
 def real(name: str, value: Any, high: int, *, op: str, positive: bool = False) -> float:
-    """Returns a number from 0 (if `positive`, above 0) to `high`; raises InvalidArgument otherwise.
+    """Returns the value as a float; raises InvalidArgument unless it is between 0 and `high`.
 
-    Strings are rejected.
+    With `positive`, rejects 0. Also rejects strings.
     """
     try:
         if isinstance(value, (str, bytes, bytearray)):
