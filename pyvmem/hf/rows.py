@@ -232,8 +232,8 @@ class Rows:
     def tensors(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns a layer's keys and values, ``[slots, max_length, num_kv_heads, head_dim]``.
 
-        Creates them outside inference and no_grad mode: tensors created inside could not be written
-        outside.
+        Creates them outside inference and no_grad mode: otherwise, they could not be written to
+        outside these modes.
         """
         cache = self.cache
         assert cache is not None

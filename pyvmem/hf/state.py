@@ -71,14 +71,14 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
 
     @uncompiled
     def update_conv_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Updates the state like transformers' own layer, but in the slots."""
+        """Updates the state as transformers' own layer does, but in the slots."""
         refuse("VMemCache.update_conv_state", recorded=True)
         taken: torch.Tensor = super().update_conv_state(*args, **kwargs)
         return taken
 
     @uncompiled
     def update_recurrent_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Updates the state like transformers' own layer, but in the slots."""
+        """Updates the state as transformers' own layer does, but in the slots."""
         refuse("VMemCache.update_recurrent_state", recorded=True)
         taken: torch.Tensor = super().update_recurrent_state(*args, **kwargs)
         return taken
