@@ -413,7 +413,7 @@ def copies_for(context: Context, device: Any) -> Callable[[bool], Copies]:
 
 
 def has_kernel(context: Context) -> bool:
-    """Returns true if torch has CUDA, so that `copy_now` can use the kernel if it finds Triton."""
+    """Returns true if `copy_now` can use the kernel, provided that Triton is installed."""
     if context.cuda_device is None or find_spec("torch") is None:
         return False
     import torch

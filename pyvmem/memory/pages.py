@@ -142,9 +142,9 @@ class Ticket:
     """A batch submitted to the worker thread.
 
     The result remains available regardless of later batches: libvmem keeps it until this object has
-    read it. `wait` and `done` may be called repeatedly and from any thread; an exception during
-    a call, such as KeyboardInterrupt, has no effect on later calls. Closing or garbage-collecting
-    the object does not cancel its batch.
+    read it. `wait` and `done` may be called repeatedly and from multiple threads; an exception
+    during a call, such as KeyboardInterrupt, has no effect on later calls. Closing or
+    garbage-collecting the object does not cancel its batch.
 
     Attributes:
         outcome: progress of the submitting call, valid even if an exception interrupted it.
