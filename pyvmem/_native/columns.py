@@ -53,7 +53,7 @@ else:  # use ctypes, since cffi would release the GIL
 
 
 class Kind:
-    """Bits that describe a slot, for `Columns.pick`; _columns.h defines each."""
+    """Bits that describe a slot, for `Columns.pick`; see _columns.h for what each one means."""
 
     FREE = constant("PYVMEM_FREE")
     STALE = constant("PYVMEM_STALE")
@@ -82,7 +82,7 @@ class Waits:
 
 
 class Waiting:
-    """Counts a wait, from construction to the end of its ``with`` block.
+    """Counts the time from construction to the end of the ``with`` block as a wait.
 
     It is a class rather than a generator, for speed: every step that needs several map calls
     creates one.
@@ -190,7 +190,7 @@ class Columns:
         setattr(struct, name, at)
 
     def scan(self, lengths: list[int]) -> tuple[array[int], int, list[int]] | int:
-        """Computes every slot's rows after a step and finds the slots that need more pages.
+        """Computes each slot's number of rows after a step, and finds the slots short of pages.
 
         A slot whose length is below its number of rows keeps its rows.
 

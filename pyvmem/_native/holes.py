@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Wraps the functions of _holes.h that handle reads of holes, which the SIGSEGV handler records."""
+"""Wraps the functions of _holes.h for the reads of holes that the SIGSEGV handler has recorded."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Mapping, batches, data access and the pool: wraps functions of vmem.h one to one."""
+"""Mapping, batches, data access and the pool: one-to-one wrappers for functions of vmem.h."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def batch(
     outcome: Outcome | None = None,
     waits: Waits | None = None,
 ) -> None:
-    """Runs operations as one batch in the calling thread, and adds its time to `waits`."""
+    """Runs operations as one batch in the calling thread; adds the time taken to `waits`."""
     made = outcome or Outcome()
     if waits is not None:
         wait: Any = ffi.new("struct pyvmem_wait *")
@@ -103,7 +103,7 @@ def submit(
 
 
 def wait(vm: int, ticket: int, timeout_ns: int) -> bool:
-    """Waits for a batch and raises its error. Returns False if it does not finish in time."""
+    """Waits for a batch and raises its error, if any. Returns False if it times out."""
     code = lib.vmem_wait(vm, ticket, timeout_ns)
     if code == 0:
         return True

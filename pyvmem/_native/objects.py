@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Contexts, reservations and pages: wraps functions of vmem.h one to one."""
+"""Contexts, reservations and pages: one-to-one wrappers for functions of vmem.h."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def drop_range(
     *,
     outcome: Outcome | None = None,
 ) -> None:
-    """Drops the reference to parts of a handle's pages."""
+    """Drops the reference to part of a handle's pages."""
     call(lib.pyvmem_drop_range, cell_of(outcome), vm, handle, offset, size, count, stride)
 
 

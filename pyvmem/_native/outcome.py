@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The result of a call that an exception from a signal handler may interrupt (_outcome.h)."""
+"""The result of a call that may be interrupted by a signal handler's exception (_outcome.h)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["Outcome", "cell_of", "change", "change_back"]
 class Outcome:
     """Memory to which a call writes its result before it returns, so that the result is never lost.
 
-    Python runs signal handlers between two bytecode instructions, never inside C. Therefore either
-    the call was not made, or its complete result is stored here and its edits are applied.
+    Python runs signal handlers between two bytecode instructions, never inside C. So either the
+    call was not made, or its complete result is stored here and its edits are applied.
 
     Args:
         edits: see `of`.
@@ -72,7 +72,7 @@ def cell_of(outcome: Outcome | None) -> Any:
 
 
 def change(made: list[Any]) -> None:
-    """Applies edits (see `Outcome.of`) without a call.
+    """Applies edits (see `Outcome.of`) without making a call.
 
     Args:
         made: ``[False, edits]``; this call changes False to True.

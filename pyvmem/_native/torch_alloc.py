@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""torch's allocator interface: wraps the functions of _torch_alloc.h one to one."""
+"""torch's allocator interface: one-to-one wrappers for the functions of _torch_alloc.h."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ tag: Callable[[], int] = lib.pyvmem_torch_tag_now
 """Returns the tag of the calling thread's allocations."""
 
 set_tag: Callable[[int], int] = lib.pyvmem_torch_tag
-"""Sets the calling thread's tag and returns the previous tag. Atomic, as it is a C function."""
+"""Sets the calling thread's tag and returns the old one. Atomic, because it is a C function."""
 
 
 def pause(device: int, tag: int, save: Any, outcome: Outcome | None = None) -> None:
     """Unmaps a tag's blocks.
 
-    The blocks' contents are saved to `save`, a writable buffer, unless it is None.
+    Saves the blocks' contents to the writable buffer `save`, unless it is None.
     """
     if save is None:
         call(lib.pyvmem_torch_pause, cell_of(outcome), device, tag, ffi.NULL, 0)

@@ -14,7 +14,7 @@ all of this in one call. Under `torch.compile`, writing and attending become cus
 (`pyvmem.compiled`), which do not record gradients.
 
 The layers of a `pyvmem.kvcache.LayeredCache` may differ in number of heads, head size or window, or
-store a latent (MLA); kernels are chosen separately for each form of layer. Needs torch.
+store a latent (MLA); kernels are chosen separately for each form of layer. Requires torch.
 """
 
 from __future__ import annotations
@@ -362,9 +362,9 @@ def attention(
     scale: float | None = None,
     kernel: str = "auto",
 ) -> torch.Tensor:
-    """Computes attention in one call, which is slower than `Attention`.
+    """Computes attention in a single call.
 
-    Every call chooses the kernels and checks the lengths.
+    Slower than `Attention`, because every call chooses the kernels and checks the lengths.
 
     Args:
         q: the requests' new tokens, concatenated, ``[tokens, heads, head_dim]``.

@@ -67,11 +67,11 @@ class Part(NamedTuple):
 
 
 class Batch:
-    """The new tokens of a step's requests, one request after the other. All layers share it.
+    """The new tokens of a step's requests, one request after another; shared by all layers.
 
     Of a request's ``kv_lens[i]`` tokens, the last ``q_lens[i]`` are new: one in decoding, all in a
-    prefill, some in a chunked prefill. A token attends to the tokens of its own request up to
-    itself.
+    prefill, some in a chunked prefill. A token attends to the tokens of its own request, up to and
+    including itself.
 
     Args:
         parts: one per form of layer, at least one; all their caches must have been stepped to these
@@ -122,7 +122,7 @@ class Batch:
 
         For CUDA graphs: a graph is captured once and reads `slots`, `positions`, `ranks`,
         `index`, `used`, `starts` and `block_table` at every replay. Only FlashAttention-3's calls
-        can be captured, as they do not take lengths from the host. Runs on the current stream.
+        can be captured, since they do not take lengths from the host. Runs on the current stream.
 
         Args:
             reqids: the requests' slots; their number must not change.

@@ -234,8 +234,8 @@ def fa3_paged(
 ) -> torch.Tensor:
     """Calls the paged kernel on the slots, viewed as blocks; never reads past a request's length.
 
-    The table is as wide as the batch needs, since the op bases its splits on that width. In a CUDA
-    graph, it covers a whole slot, to allow every length.
+    The table is only as wide as the batch needs, since the op bases its splits on the width. In a
+    CUDA graph, the table covers a whole slot, to allow for any length.
     """
     blocks = Blocks.of(k.shape[1], k.stride(0), k.stride(1))
     table = batch.block_table(blocks)
@@ -269,7 +269,7 @@ def fa2(
 ) -> torch.Tensor:
     """Calls the kernel once; it never reads past a request's length (``seqused_k``).
 
-    The op has no slot index, so it gets all slots as one long sequence: request i starts at
+    The op takes no slot index, so it is passed all slots as one long sequence: request i starts at
     ``cum_seq_k[i]``.
     """
     pitch = k.stride(0) // k.stride(1)

@@ -165,7 +165,7 @@ def _mask(batch: Batch, low: int, high: int, rows: int, window: int = 0) -> Any:
     first = torch.clamp(ends[None] - BLOCK + shift[:, None] - wide + 1, min=0) // BLOCK
     number = torch.clamp(-(-seen // BLOCK) - first, min=0)[:, None].contiguous()
     indices = torch.arange(kv_blocks, device=device, dtype=torch.int32)
-    # Entries from a row's `number` on are ignored, but must be valid block indices.
+    # Only a row's first `number` entries are used, but the others must be valid block indices too.
     indices = (first[:, None, :, None] + indices).clamp(max=kv_blocks - 1).contiguous()
     mask = BlockMask.from_kv_blocks(
         number,

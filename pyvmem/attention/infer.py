@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""FlashInfer: one call per request in a prefill, else a paged call with the trivial block table.
+"""FlashInfer: a call per request in a prefill, a paged call with the trivial block table otherwise.
 
 Written for flashinfer-python 0.6.14, whose wheel includes its headers; a kernel is compiled on its
 first call, which needs nvcc, a C++ compiler and ninja. Its batched call for contiguous rows
 (ragged) requires requests without gaps between them. Slots have gaps, so this call is used only for
 a step that consists of one long prompt.
 
-Both calls for contiguous rows get a view that ends with the request, so they never read past it.
+Both calls for contiguous rows are passed a view that ends with the request, so they never read past
+it.
 The paged call (``fa2`` kernels) checks each row it loads against the length.
 """
 

@@ -5,7 +5,7 @@ A kernel reads either exactly the valid rows or whole tiles (`Reads`). FlashAtte
 call loads tiles of up to 192 rows (``tile_size.h`` of its ``hopper`` folder) with TMA, bounded by
 the tensor and not by the request's length; FlexAttention reads blocks of 128. The rows past the
 length must then be mapped and finite: set `KVCacheConfig.overread_rows`, or use a sparse cache if
-it suffices (`KVCache.safe_overread`). FlashAttention-2, FlashAttention-3's paged call with small
+that is enough (`KVCache.safe_overread`). FlashAttention-2, FlashAttention-3's paged call with small
 blocks, and SDPA over a view of the valid rows read only valid rows.
 
 "auto" chooses a kernel for each phase. For decoding it picks a kernel that reads only valid rows:

@@ -9,7 +9,7 @@ are another up-projection. Attention can be computed in two ways, equal up to ro
   (token, row) pair.
 - *expanded*: a request's keys and values are computed from its latents, some heads at a time.
 
-`expands_from` returns the number of new tokens from which expanding is cheaper.
+`expands_from` returns the number of new tokens at which expanding becomes cheaper.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class UpProjections(NamedTuple):
 
 
 def expands_from(up: UpProjections) -> int:
-    """Returns the number of new tokens from which expanding a request's rows is cheaper.
+    """Returns the number of new tokens at which expanding a request's rows becomes cheaper.
 
     If `new` tokens attend to `rows` rows each, a head does these multiplications: absorbed,
     ``2 * rank + rotary`` per pair; expanded, ``nope + rotary + v_head_dim`` per pair, and
@@ -66,7 +66,7 @@ def attend(
     window: int,
     up: UpProjections,
 ) -> torch.Tensor:
-    """Computes attention over latents, absorbed or, for requests where it is cheaper, expanded.
+    """Computes attention over latents, absorbed or, for requests where that is cheaper, expanded.
 
     Returns ``[tokens, num_heads, v_head_dim]``.
 
@@ -138,7 +138,7 @@ def _expand(
     window: int,
     out: torch.Tensor,
 ) -> None:
-    """Attends for one request over its expanded rows, a block of heads at a time.
+    """Computes one request's attention over its expanded rows, a block of heads at a time.
 
     Keys and values are padded to the same width, which SDPA's fast kernels require.
     """

@@ -12,8 +12,8 @@ __all__ = ["BLOCK", "EXACT", "Blocks", "Reads"]
 BLOCK = 32
 """Rows per block in FlashAttention-3's paged call.
 
-With blocks that are not a multiple of its tile, it loads row by row up to ``seqused_k``, not by
-TMA. Its tiles have more than 32 rows for every head size; some have 64.
+If the block size is not a multiple of its tile, it loads row by row up to ``seqused_k`` instead of
+using TMA. Its tiles have more than 32 rows for every head size; some have 64.
 """
 
 

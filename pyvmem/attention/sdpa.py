@@ -40,9 +40,9 @@ def causal(
 ) -> torch.Tensor:
     """Computes causal attention of each request's queries over its rows.
 
-    `q` is ``[requests, tokens, heads, dim]``; `k` and `v` are ``[requests, rows, ...]``. The last
-    rows belong to the tokens. A token attends to the last `window` rows up to its own, or to all of
-    them if `window` is 0.
+    `q` is ``[requests, tokens, heads, dim]``; `k` and `v` are ``[requests, rows, ...]``, and their
+    last rows are the tokens' own. A token attends to the last `window` rows up to its own, or to
+    all rows up to its own if `window` is 0.
     """
     new, rows, heads = q.shape[1], k.shape[1], q.shape[2]
     if new == 1 and k.shape[2] == 1:
@@ -57,12 +57,12 @@ def causal(
     mask = None
     narrow = window and rows > window
     if 1 < new < rows or (narrow and new > 1):
-        # is_causal aligns the mask at the upper left, which is wrong for a window or a later chunk.
+        # is_causal aligns the mask to the top left, which is wrong for a window or a later chunk.
         mask = q.new_ones((new, rows), dtype=torch.bool).tril(rows - new)
         if narrow:
             mask = mask.triu(rows - new - window + 1)
     grouped = heads != k.shape[2]
-    # no fused kernel supports GQA together with values of another size
+    # no fused kernel supports GQA if the values differ in size from the keys
     if grouped and v.shape[3] != q.shape[3]:
         k, v = (
             one.repeat_interleave(heads // one.shape[2], 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Plug-ins for transformers (the extra ``serve``).
+"""Plug-ins for transformers (install the ``serve`` extra).
 
 `VMemCache` serves ``generate``; `vmem_continuous_batching` serves ``generate_batch`` and, through
 ``python -m pyvmem.hf.serve``, ``transformers serve``.

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: MIT
 """Tracks prefixes that a batch's rows share, so that a reorder copies only tokens that differ.
 
-Beams descend from each other: when row 2 continues from row 0, both share the tokens up to their
-common ancestor, and only the tokens after it must be copied. For Llama-3-8B in 16 bits a token
-takes 128 KiB over all layers: 4 beams of 4K tokens with a common ancestor 10 tokens back copy at
-most 5 MiB per step; copying whole rows would take 2 GiB.
+Beams descend from each other: when row 2 continues from row 0, the two share the tokens up to their
+common ancestor, and only the tokens after it must be copied. For Llama-3-8B in 16 bits, a token
+takes 128 KiB across all layers: 4 beams of 4K tokens with a common ancestor 10 tokens back copy at
+most 5 MiB per step; copying whole rows would mean 2 GiB.
 
 `KVCache.fork` would copy at most part of a page, but it maps and unmaps in every tensor: in this
 example at least 2 x 32 x 4 pairs of calls per step, at 38 us each on an H100 with the unmodified
-driver, or about 10 ms. It would also need twice the slots, as a batch must remain one strided view,
-and it would make past rows read-only, although `crop` followed by `update` rewrites them.
+driver, or about 10 ms. It would also need twice the slots, because a batch must remain one strided
+view, and it would make past rows read-only, although `crop` followed by `update` rewrites them.
 """
 
 from __future__ import annotations

@@ -46,16 +46,16 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
         with VMemCache(model.config, max_batch_size=4, max_cache_len=4096) as cache:
             model.generate(**inputs, cache=cache)  # past_key_values=cache before 5.24
 
-    Generates the same tokens as `DynamicCache`. A batch of n rows (batch size times beams) uses n
-    slots. Heads, dtype and device are taken from the first keys; memory is allocated only then.
-    Layers with a sliding window keep the window and, for the truncations of assisted generation,
-    ``window_tile`` tokens before it. For MLA, if the model passes the latent to the cache, it is
-    stored as one tensor per layer. Layers with linear attention, state spaces or short convolutions
-    keep their state in the same slots, one row per request; such a cache cannot be cropped, so
-    assisted generation cannot use it. Rows are written in place, and autograd records this as for a
-    `StaticCache`: without ``torch.no_grad()``, results keep their inputs alive, including the
-    cache's tensors. The cache can be reused after `reset`. If `close` is not called, memory is
-    freed when the object is garbage-collected.
+    The model generates the same tokens as with `DynamicCache`. A batch of n rows (batch size times
+    beams) uses n slots. Heads, dtype and device are taken from the first keys; memory is allocated
+    only then. Layers with a sliding window keep the window and, for the truncations of assisted
+    generation, ``window_tile`` tokens before it. For MLA, if the model passes the latent to the
+    cache, it is stored as one tensor per layer. Layers with linear attention, state spaces or short
+    convolutions keep their state in the same slots, one row per request; such a cache cannot be
+    cropped, so assisted generation cannot use it. Rows are written in place, and autograd records
+    this as for a `StaticCache`: without ``torch.no_grad()``, results keep their inputs alive,
+    including the cache's tensors. The cache can be reused after `reset`. If `close` is not called,
+    memory is freed when the object is garbage-collected.
 
     Args:
         config: the model's configuration.
@@ -164,7 +164,7 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
 
         Raises:
             Busy: tensors that `update` returned are still alive; drop them and call `close` again.
-                The cache's contents are dropped in any case.
+                The cache's contents are dropped regardless.
         """
         self._rows.close()
         self._finalizer.detach()

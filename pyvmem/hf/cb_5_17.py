@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """The cache for continuous batching in transformers 5.17.
 
-In this version the scheduler does its own block accounting and asks for more blocks. Here a block
-is one token, so the scheduler counts tokens; free memory is also reported in tokens, rounded down
-to whole pages of every tensor. Parallel samples are not forked, because 5.17 has to know the number
-of forks in advance; instead, later samples hit the prompt that the first one recorded.
+In this version, the scheduler does its own block accounting and requests blocks as needed. Here a
+block is one token, so the scheduler counts tokens; free memory is also reported in tokens, rounded
+down to whole pages of every tensor. Parallel samples are not forked, because 5.17 has to know the
+number of forks in advance; instead, later samples hit the prompt that the first one recorded.
 """
 
 from __future__ import annotations
@@ -63,23 +63,23 @@ class SlotCache(SlotCacheBase):
     # ---- scheduler and offloading ----------------------------------------------------------------
 
     def allocate_blocks(self, n_blocks: int, request_id: str, allocated_blocks: int) -> int | None:
-        """Maps pages for `n_blocks` more tokens; returns None if memory is short."""
+        """Maps pages for `n_blocks` more tokens; returns None if memory runs out."""
         total = min(allocated_blocks + n_blocks, self.requests.max_seq_len)
         return n_blocks if self.requests.hold(request_id, total) else None
 
     def blocks_needed(self, num_requested_blocks: int, allocated_blocks: int) -> int:
-        """Returns how many tokens fit on the pages that the request still needs."""
+        """Returns how many tokens fit in the pages that the request still needs."""
         pages_for = self.requests.parts[0].layout.pages_for
         return self._page_tokens * (
             pages_for(allocated_blocks + num_requested_blocks) - pages_for(allocated_blocks)
         )
 
     def blocks_in_use(self, request_id: str) -> int:
-        """Returns how many tokens fit on the request's pages."""
+        """Returns how many tokens fit in the request's pages."""
         return self._page_tokens * self.requests.granted(request_id)
 
     def get_num_free_blocks(self) -> int:
-        """Returns how many tokens fit on the pages that are still available to requests."""
+        """Returns how many tokens fit in the pages that are still available to requests."""
         return self._page_tokens * (self.requests.pages()[0] // self._tensors)
 
     def free_blocks(self, request_id: str) -> None:

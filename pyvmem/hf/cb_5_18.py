@@ -4,7 +4,7 @@
 It implements the methods of ``PagedAttentionCache`` and its allocators
 (``generation/continuous_batching/cache.py``) that the scheduler, inputs, offloading and runner use;
 these classes have no abstract base. Here, their blocks are pages of physical memory. Block tables,
-read and write indices and trash blocks are not needed, as attention uses slots and lengths.
+read and write indices and trash blocks are not needed, because attention uses slots and lengths.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class SlotCache(SlotCacheBase):
     # ---- scheduler and offloading ----------------------------------------------------------------
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
-        """Maps pages for the next `request_len` tokens; returns false if memory is short.
+        """Maps pages for the next `request_len` tokens; returns false if memory runs out.
 
         With `dry_run`, only returns whether the pages could be mapped.
         """

@@ -28,7 +28,7 @@ class SlotCacheBase:
         continuous_batching_config: the resolved configuration; its ``max_requests_per_batch`` is
             lowered to the number of slots.
         device, dtype: the model's device and dtype.
-        distributed_helper: describes the devices that the model is split over.
+        distributed_helper: describes the devices that the model is split across.
         model_supports_logits_to_keep: whether the model can compute logits for only the last token
             of each request. In transformers versions without this argument, the model computes all
             logits.

@@ -60,7 +60,7 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Computes a layer's attention over the slots; transformers calls this function.
+    """Computes a layer's attention over the slots; called by transformers.
 
     Takes queries ``[1, heads, tokens, head_dim]`` and returns ``[1, tokens, ...]``.
 
@@ -108,7 +108,7 @@ def _guard(scheduler: Any, requests: NamedRequests) -> None:
                 op="vmem_continuous_batching",
             )
         # Each answer to a forked prompt recomputes the prompt's last token. With a prompt of one
-        # token, the prompt's own batch would be empty, which aborts all requests.
+        # token, the prompt's own batch would be empty, which would abort all requests.
         alone = state.num_children if prompt == 1 else 0
         state.num_children -= alone
         add(state)
@@ -144,7 +144,7 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
             check_attention(model)
             continuous_batching_config = copy.deepcopy(continuous_batching_config)
             adjust(continuous_batching_config)
-        self._absorbed = ExitStack()  # restores the model's own attention in `stop`
+        self._absorbed = ExitStack()  # closing it restores the modules' own `forward`
         self._vmem_cache: Any = None
         try:
             super().__init__(model, generation_config, continuous_batching_config, workload_hints)
@@ -224,14 +224,14 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
         return processor
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
-        """Stops as in transformers, and frees all memory unless the manager is kept."""
+        """Stops as transformers does, and frees all memory unless the manager is kept."""
         super().stop(*args, **kwargs)
         self._leave(self.model)
         if self.batch_processor is None:
             self._close_cache()
 
     def destroy(self) -> None:
-        """Destroys the manager as in transformers, and frees all memory."""
+        """Destroys the manager as transformers does, and frees all memory."""
         super().destroy()
         self._leave(self.model)
         self._close_cache()
@@ -248,8 +248,8 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
             self._absorbed.close()
 
     def _close_cache(self) -> None:
-        # A thread that did not finish in time may still use the cache, which is then freed with the
-        # manager.
+        # A thread that did not finish in time may still be using the cache, which is then freed
+        # along with the manager.
         if not self.is_running() and self._vmem_cache is not None:
             cache, self._vmem_cache = self._vmem_cache, None
             self.batch_processor = None

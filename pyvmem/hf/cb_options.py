@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Options for continuous batching over virtual memory, and creation of a model's cache."""
+"""Options for continuous batching on virtual memory, and the creation of a model's cache."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Options:
         self.check()
 
     def check(self, layers: Sequence[LayerShape] = ()) -> None:
-        """Checks the options for `layers`; if none are given, applies only general rules."""
+        """Checks the options against `layers`, or, without layers, only against general rules."""
         check_arguments(self.kvcache, GIVEN, layers, self.context, self.backend)
 
 
@@ -93,11 +93,11 @@ def check_model(config: Any, tensor_parallel: int = 1) -> None:
 
     transformers' own continuous batching also supports only full and sliding attention
     (``ATTN_TYPE_TO_ALLOCATOR`` in its ``cache.py``): its batch is a single row with all requests'
-    tokens, and a layer with a state would mix the requests.
+    tokens, and a stateful layer would mix the requests.
 
     Raises:
         NotSupported: the model has states, chunked attention, layers that share keys or capped
-            scores, or is split over several devices.
+            scores, or is split across devices.
     """
     plain_rows(config, "continuous batching over virtual memory")
     if tensor_parallel > 1:
@@ -185,7 +185,7 @@ def kept_shapes(options: Options, config: Any) -> list[LayerShape]:
 
     Raises:
         InvalidArgument: the configuration does not describe the layers.
-        NotSupported: a layer has a state.
+        NotSupported: a layer is stateful.
     """
     shapes = row_shapes(config, "continuous batching")
     if options.keep_windows:
@@ -215,7 +215,7 @@ def make_requests(
 
     Raises:
         InvalidArgument: the model or the context does not support a value.
-        NotSupported: a layer has a state.
+        NotSupported: a layer is stateful.
     """
     slots, longest = request_limits(options, config, cb_config)
     windows = [shape.window for shape in row_shapes(config, "continuous batching")]
@@ -259,7 +259,7 @@ def make_requests(
 
 
 def _free(context: Context | None, backend: str, ordinal: int | None) -> int:
-    """Returns the bytes available to a cache in `context`, or in a new one if it is None."""
+    """Returns the bytes available to a cache in `context`, or in a new context if None."""
     if context is not None:
         return free_bytes(context)
     with Context(backend, device=ordinal or 0) as opened:

@@ -44,7 +44,7 @@ _default: Options | None = None
 
 
 def _adapter() -> Any:
-    """Returns the cache class for the installed transformers."""
+    """Returns the cache class for the installed version of transformers."""
     import transformers
 
     version = transformers.__version__

@@ -4,8 +4,8 @@
 In every layer and step, transformers computes every head's keys and values from the latents of all
 earlier tokens. Here the attention function receives and caches the latents themselves: one KV head
 of ``kv_lora_rank + qk_rope_head_dim`` elements, of which the first ``kv_lora_rank`` are the values.
-It also receives the up-projections, and applies them to the queries and the result or to the rows
-(`pyvmem.attention.latent`). The results are the same up to rounding.
+It also receives the up-projections, and applies them either to the queries and the result or to the
+rows (`pyvmem.attention.latent`). The results are the same up to rounding.
 
 The function registered under the model's ``attn_implementation`` gets ``query [1, heads, tokens,
 nope + rotary]``, ``key`` and ``value`` with one head each, and, as `UP`, the
@@ -39,7 +39,7 @@ def is_latent(config: Any) -> bool:
 
 
 def latent_rank(config: Any) -> int:
-    """Returns the number of latent elements that values are computed from; 0 if there is no MLA."""
+    """Returns the number of latent elements that values are computed from; 0 without MLA."""
     return int(getattr(config, "kv_lora_rank", None) or 0)
 
 

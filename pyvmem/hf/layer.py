@@ -22,7 +22,7 @@ _Layer: Any = cache_utils.CacheLayerMixin
 
 
 class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
-    """A layer with keys and values; `VMemCache` creates it.
+    """A layer with keys and values, created by `VMemCache`.
 
     `keys` and `values` are read-only views ``[batch, num_kv_heads, length, head_dim]`` of the
     virtual tensors: `reorder_cache` may lose data that other code writes to them. With a sliding
@@ -143,7 +143,7 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         return self._length - offset + query_length, offset
 
     def get_seq_length(self) -> int:
-        """Returns the number of tokens in every row."""
+        """Returns the number of tokens in each row."""
         return self._length
 
     @property
@@ -162,7 +162,7 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         Raises:
             InvalidArgument: `tokens_to_remove` is positive; in some layer, the window of the
                 remaining tokens begins in freed rows (`KVCacheConfig.window_tile`); or
-                other layers have a state.
+                other layers are stateful.
         """
         if tokens_to_remove > 0:
             raise invalid(

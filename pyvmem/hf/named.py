@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`NamedRequests`: an engine's requests by name, built on the interface for serving engines.
+"""`NamedRequests`: manages requests by name, on top of the interface for serving engines.
 
 It provides the cache operations of continuous batching: map pages for a request's tokens, free a
 request, share a prefix, fork, and attend over the current batch. It does not depend on
@@ -14,7 +14,7 @@ A step of the engine:
     computed(name, new, tokens)  after the batch has run: allows these rows to be recorded
     drop(name)                   frees a finished request
 
-Must be called by one thread at a time.
+Call it from one thread at a time.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ class NamedRequests:
         """Maps pages for `tokens` tokens of a request, which first gets a slot if it has none.
 
         Returns:
-            False, with nothing changed, if every slot is in use, or if memory is short even after
-            reclaiming all idle pages.
+            False, with nothing changed, if every slot is in use, or if there is too little memory
+            even after all idle pages have been reclaimed.
 
         Raises:
             InvalidArgument: a slot cannot hold that many tokens.
@@ -173,7 +173,7 @@ class NamedRequests:
         return known
 
     def _map(self, one: _Request, tokens: int) -> bool:
-        guard = any(part.layout.guard for part in self.parts)  # mapped in a prefill's last step
+        guard = any(part.layout.guard for part in self.parts)  # mapped by a prefill's last step
         if guard or tokens > self._cache.capacity(one.request):
             wanted = max(tokens, one.request.length)
             if self._cache.extend({one.request: wanted}, self.stream) is not None:
@@ -210,7 +210,7 @@ class NamedRequests:
         return self.kvcache.memory.for_request(reqid, tokens) // self._page
 
     def granted(self, name: str) -> int:
-        """Returns how many pages a request has per tensor of the first group, or 0."""
+        """Returns how many pages a request has per tensor of the first group; 0 without a slot."""
         if name not in self:
             return 0
         return self.parts[0].snapshot()[self._requests[name].request.slot].granted_pages
@@ -227,7 +227,7 @@ class NamedRequests:
 
         Args:
             name: the request.
-            record: whether to keep its rows, until memory is short, for requests that begin with
+            record: whether to keep its rows, until memory runs short, for requests that begin with
                 the same tokens.
         """
         self._next.leave(name)
@@ -255,8 +255,8 @@ class NamedRequests:
         """Gives a request without a slot the longest recorded prefix of its prompt.
 
         Returns:
-            The number of tokens that the request now holds, always fewer than the prompt's; 0 if no
-            prefix is recorded or no slot is free.
+            The number of tokens that the request now holds, always fewer than the prompt has; 0 if
+            no prefix is recorded or no slot is free.
         """
         if not self.sharing or name in self._requests:
             return 0
@@ -272,7 +272,10 @@ class NamedRequests:
         return tokens
 
     def fork(self, name: str, child: str, tokens: int) -> bool:
-        """Creates a request from a parent's first rows. Returns False if memory or slots are short.
+        """Creates a request from a parent's first rows.
+
+        Returns:
+            False if memory or slots run out, or if the back end cannot map a page twice.
 
         Raises:
             InvalidArgument: the parent has no slot, the child has one, or `tokens` is more than the

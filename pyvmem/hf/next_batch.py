@@ -36,7 +36,7 @@ class NextBatch:
         self._cache = cache
         self._attention = attention
         self._batch: Batch | None = None
-        self._seen: set[int] = set()  # layers whose rows are written
+        self._seen: set[int] = set()  # layers whose rows have been written
         self.queued: list[tuple[str, int, int]] = []
 
     def queue(self, name: str, past: int, new: int) -> None:
@@ -79,7 +79,7 @@ class NextBatch:
         self._batch = self._attention.batch([one.slot for one in batch], new, kv_lens)
         ahead = {one: min(one.length + 1, cache.max_seq_len) for one in batch}
         with suppress(TooManyBatches):  # the next `hold` maps the pages
-            cache.prepare(ahead)  # if memory is short, the next `hold` reports it
+            cache.prepare(ahead)  # the next `hold` reports a shortage of memory
 
     def attend(
         self,

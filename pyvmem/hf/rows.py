@@ -102,7 +102,7 @@ class TakesRows:
 
     @uncompiled
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps these rows in this order; `indices` may be a mask."""
+        """Keeps the given rows, in the given order; `indices` may be a mask."""
         if self.is_initialized:
             rows = torch.as_tensor(indices).cpu()
             try:
@@ -123,7 +123,7 @@ class Rows:
         cache: None before `open`.
         shapes, handed: for each layer, the shapes it stores and the shapes it is passed; empty
             before `open`.
-        count: number of slots in use, from slot 0 on.
+        count: number of slots in use, starting at slot 0.
         length: number of tokens for which each slot has pages.
     """
 
@@ -167,7 +167,7 @@ class Rows:
         """Opens the cache for a layer's state.
 
         Args:
-            layer: a layer with a state.
+            layer: a stateful layer.
             name: "conv" or "recurrent".
             new: the first state, ``[batch, ...]``.
             sizes: shape of the state to keep.
@@ -232,8 +232,8 @@ class Rows:
     def tensors(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns a layer's keys and values, ``[slots, max_length, num_kv_heads, head_dim]``.
 
-        Creates them outside inference and no_grad mode: tensors created inside could not be written
-        outside.
+        Creates them outside inference and no_grad mode: otherwise, they could not be written to
+        outside these modes.
         """
         cache = self.cache
         assert cache is not None
@@ -338,7 +338,7 @@ class Rows:
         except BaseException:
             self._drop(before)
             raise
-        self.count = rows  # set only once the pages are mapped, as `_drop` may also be interrupted
+        self.count = rows  # set only once the pages are mapped: `_drop` may be interrupted too
         self.length = tokens
         self._held = max(self._held, tokens)
         if tokens < settings.max_length:
@@ -358,7 +358,7 @@ class Rows:
         return self._where[2]
 
     def settle(self) -> None:
-        """Frees rows that no layer uses any more; a layer calls this when it may drop rows."""
+        """Frees rows that no layer still uses; a layer calls this when it may have dropped rows."""
         if self.cache is None:
             return
         layers = [layer for layer in self.layers if layer.is_initialized]
@@ -369,7 +369,7 @@ class Rows:
             self._drop(count)
 
     def _drop(self, count: int) -> None:
-        """Frees the slots from `count` on. After an exception, the next call resumes the work."""
+        """Frees slot `count` and all later ones. If interrupted, the next call finishes the job."""
         assert self.cache is not None
         self.count = count
         if not count:
@@ -401,7 +401,7 @@ class Rows:
         """Drops the layers' tensors and closes the cache. Idempotent.
 
         Raises:
-            Busy: tensors that `update` returned are still alive. The layers are empty in any case.
+            Busy: tensors that `update` returned are still alive. The layers are emptied regardless.
         """
         for layer in self.layers:
             layer.forget()

@@ -70,7 +70,7 @@ def row_shapes(config: Any, what: str) -> list[LayerShape]:
     """Returns the `layer_shapes` of a model that stores keys and values in every layer.
 
     Raises:
-        NotSupported: a layer has a state or stores nothing; the message names `what`.
+        NotSupported: a layer is stateful or stores nothing; the message names `what`.
     """
     found: list[LayerShape] = []
     for layer, shape in enumerate(layer_shapes(config)):
@@ -92,7 +92,7 @@ def stored_shapes(
     Args:
         text: the language model's configuration.
         layer: index of that layer.
-        given: the shape of the data passed to it; None: the layer has a state, and the other layers
+        given: the shape of the data passed to it; None: the layer is stateful, and the other layers
             follow the configuration.
 
     Raises:

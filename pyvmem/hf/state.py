@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A layer of a `VMemCache` with a state, such as linear attention or a convolution."""
+"""A stateful layer of a `VMemCache`, such as linear attention or a convolution."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _Layer: Any = cache_utils.LinearAttentionLayer
 
 
 class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
-    """A layer with a state; `VMemCache` creates it.
+    """A stateful layer, created by `VMemCache`.
 
-    Like transformers' own layer, it writes its states in place, but they are in the rows' slots:
-    `conv_states` and `recurrent_states` are views ``[batch, ...]``.
+    It writes its states in place, as transformers' own layer does, but keeps them in the rows'
+    slots: `conv_states` and `recurrent_states` are views ``[batch, ...]``.
     """
 
     is_compileable = False  # the views are dropped and recreated
@@ -71,14 +71,14 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
 
     @uncompiled
     def update_conv_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Updates the state like transformers' own layer, but in the slots."""
+        """Updates the state as transformers' own layer does, but in the slots."""
         refuse("VMemCache.update_conv_state", recorded=True)
         taken: torch.Tensor = super().update_conv_state(*args, **kwargs)
         return taken
 
     @uncompiled
     def update_recurrent_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Updates the state like transformers' own layer, but in the slots."""
+        """Updates the state as transformers' own layer does, but in the slots."""
         refuse("VMemCache.update_recurrent_state", recorded=True)
         taken: torch.Tensor = super().update_recurrent_state(*args, **kwargs)
         return taken

@@ -63,7 +63,7 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 MAX_HANDLES = 475_136
-"""Maximum number of mappings over all engines and GPUs, on ``stock``.
+"""Maximum number of mappings across all engines and GPUs, on ``stock``.
 
 The driver allows 524,288 per machine, and other programs need some of them.
 """
@@ -184,7 +184,7 @@ def device_of(name: str, uuid: str) -> str:
 
 
 def devices(folder: Path) -> list[str]:
-    """Lists the devices with a ledger in a directory; the directory need not exist.
+    """Lists the devices that have a ledger in a directory, which need not exist.
 
     Raises:
         VMemError: as for `private`.
@@ -200,7 +200,7 @@ def devices(folder: Path) -> list[str]:
 
 
 def engines_in(folder: Path) -> dict[str, list[EngineInfo]]:
-    """Lists the engines of every device with a ledger in a directory.
+    """Lists the engines of every device that has a ledger in a directory.
 
     Raises:
         VMemError: as for `Ledger`.
@@ -302,7 +302,7 @@ class Ledger(Closable):
             raise InvalidArgument(f"device {device!r}: not a valid device name", errno=errno.EINVAL)
         self.path = private(folder or default_folder()) / f"{device}.ledger"
         self._thread_lock = threading.RLock()
-        self._stuck = False  # the last attempt to lock timed out
+        self._stuck = False  # whether the last attempt to take the lock timed out
         self._beside: dict[str, Ledger] = {}  # ledgers of other devices, by file name
         if create and not self.path.exists():
             self._make(capacity)
@@ -490,7 +490,7 @@ class Ledger(Closable):
     def total(self, word: str) -> int:
         """Sums a word over all living engines.
 
-        The caller holds the lock, unless a suspended process does not release it.
+        The caller holds the lock, unless a suspended process is holding on to it.
         """
         taken = [slot for slot in range(_SLOTS) if self.word(slot, "state") == _TAKEN]
         return sum(
@@ -612,7 +612,7 @@ class Ledger(Closable):
         Args:
             name: shown to users; unique among living engines. Printable, up to 63 bytes.
             floor, limit, least, virtual, host, identity: as in `EngineInfo`; identity 0: random.
-            host_limit: maximum total of `host` over the engines of all devices; 0: unlimited.
+            host_limit: maximum total of `host` across the engines of all devices; 0: unlimited.
 
         Raises:
             InvalidArgument: the name is in use or not printable; the limit is below the floor; all
@@ -710,14 +710,14 @@ class Ledger(Closable):
             yield self.total_beside("host")
 
     def leave(self, slot: int) -> None:
-        """Frees a slot of this process."""
+        """Frees a slot that this process owns."""
         with self.locked():
             self.put(slot, "state", _FREE)
             self._lock_byte(1 + slot, fcntl.F_UNLCK, fcntl.F_OFD_SETLK)
             self._mine = -1
 
     def find(self, who: str) -> EngineInfo | None:
-        """Returns the engine with this name or process id, or None unless exactly one matches."""
+        """Returns the engine with this name or process id; None unless exactly one matches."""
         engines = self.engines()
         found = [e for e in engines if e.name == who]
         found = found or [e for e in engines if who.isdigit() and e.pid == int(who) and e.here]
@@ -763,7 +763,7 @@ class Account:
     def _change(self, change: Callable[[], None]) -> None:
         """Changes the slot, now or together with the next change that gets the lock.
 
-        Therefore an engine never blocks on a stopped engine that holds the lock.
+        This way, an engine never blocks on a stopped engine that holds the lock.
         """
         try:
             with self._locked():
@@ -807,7 +807,7 @@ class Account:
     def room(self, free: int | None = None) -> int:
         """Returns how many bytes `take` would grant now.
 
-        `free` is the device's unused memory in bytes; None: it is not taken into account.
+        `free` is the device's unused memory in bytes; None: not taken into account.
         """
         try:
             with self._locked():
@@ -910,10 +910,10 @@ class Account:
     def has_more(self, free: int | None = None) -> bool:
         """Returns whether another engine is short while this engine exceeds its fair share.
 
-        An engine is short if it wants more than is free for it, and more than its own idle prefixes
-        hold. The fair share is the total of the free memory and of the memory held by this engine,
-        the short engines and those that hold more than this engine, divided equally among these
-        engines, within each one's floor and limit.
+        An engine is short if it wants more than what is free for it plus what its own idle prefixes
+        hold. To find the fair share, the memory that is free for this engine is added to the memory
+        held by it, by the short engines and by those that hold more than it. The total is divided
+        equally among these engines, within each one's floor and limit.
         """
         with contextlib.suppress(LedgerHeld), self._locked():
             return self._has_more(free)
@@ -941,7 +941,7 @@ class Account:
         return used > max(part // parts, self._get("floor"))
 
     def _short_of(self, slot: int, live: list[int], free: int | None) -> int:
-        """Returns the number of bytes that another engine recently wanted and had no room for."""
+        """Returns the number of bytes that another engine recently wanted but had no room for."""
         word = self.ledger.word
         if slot == self.slot or time.monotonic_ns() - word(slot, "want_ns") >= _STALE_NS:
             return 0

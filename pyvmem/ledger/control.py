@@ -6,7 +6,7 @@
     PATCH /v1/engines/NAME        {"limit": "20G", "floor": 0, "asleep": true}, or a subset
     GET   /metrics                the same figures for Prometheus
 
-Everything goes through the ledger: the server does not talk to engines, has no state, and may be
+Everything goes through the ledger: the server does not talk to engines, is stateless, and may be
 stopped at any time. A router or controller that runs as the engines' user can call `order` instead.
 
 A rejected request gets a JSON object ``error`` with a ``message`` and, if a number was the cause,
@@ -33,7 +33,7 @@ from pyvmem.telemetry import CONTENT_TYPE, Family, Sample, prometheus_text
 __all__ = ["COUNTERS", "GAUGES", "REVISION", "Control", "answer", "unit_of"]
 
 REVISION = "v1"
-"""First part of each path. Within a revision, fields are never removed, but may be added."""
+"""First component of every path. Within a revision, fields are never removed, but may be added."""
 
 GAUGES = {
     "used": "Memory that backs the KV cache, in bytes of one device.",

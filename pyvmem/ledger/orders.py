@@ -2,7 +2,7 @@
 """Orders to running engines: limits, floors, and sleep.
 
 An order is written to the engine's slot in the ledger, and the engine reads it within a second.
-Therefore any process of the same user can give orders to any kind of engine.
+So any process of the same user can give orders to any kind of engine.
 """
 
 from __future__ import annotations

@@ -117,9 +117,9 @@ def _follow(what: KVCache | Budget, limit: int) -> bool:
 
 
 def _lower(set_limit: Callable[[int], None], wanted: int) -> bool:
-    """Sets the wanted limit, or else the lowest limit that is possible now.
+    """Sets the wanted limit or, failing that, the lowest limit that is possible now.
 
-    Returns True if the wanted limit is set.
+    Returns True if the wanted limit was set.
     """
     try:
         set_limit(wanted)
@@ -152,9 +152,9 @@ def _numbers(what: KVCache | Budget) -> dict[str, int]:
 def announce(what: KVCache | Budget, name: str = "", folder: Path | None = None) -> Announced:
     """Shows a cache in `vmem top`, and lets `vmem limit` set its limit.
 
-    A limit below what requests hold is applied when they end; until then no request grows. The
-    ranks of a `ParallelKVCache` have agreed on a limit: they log a warning and keep it. Caches that
-    share a `Budget` are shown as a single row: announce the budget.
+    A limit below what requests hold takes effect when they end; until then, no request grows. The
+    ranks of a `ParallelKVCache` have agreed on a limit, so they keep it and log a warning. Caches
+    that share a `Budget` are shown as a single row: announce the budget.
 
     Args:
         what: a `KVCache`, a rank's `ParallelKVCache`, or a `Budget`, such as that of a

@@ -72,7 +72,7 @@ class ContextRemains(Remains):
 
     Attributes:
         unclaimed: true if no caller holds anything in the context, so that it may be closed with
-            its contents. An object that owns its context sets this until it is first used.
+            its contents. An object that owns its context keeps this set until its first use.
     """
 
     def __init__(self, owner: Context, made: Outcome) -> None:
@@ -182,7 +182,7 @@ class Context(AddressSpace, Closable):
     is_open: bool
     """True if the context is neither closed nor inherited through fork.
 
-    Only the context sets it.
+    Set only by the context itself.
     """
 
     cuda_device: int | None
@@ -202,7 +202,7 @@ class Context(AddressSpace, Closable):
         return Stats._from_c(_native.get_stats(self.handle))
 
     def memory(self, location: Location = Location.DEVICE, device: Any = 0) -> MemoryInfo:
-        """Returns the physical memory that the context can still allocate, and the total.
+        """Returns how much physical memory the context can still allocate, and the total.
 
         For host memory, including back end "host", this is the machine's available memory, limited
         by the remaining memory of this process's control group and of each of its parents (cgroup
@@ -348,7 +348,7 @@ class Context(AddressSpace, Closable):
             ops: the operations; they are not modified and can be reused.
             after: GPU work to wait for first, in this thread (see `pyvmem.memory.streams`).
             outcome: records the result even if an exception interrupts this call.
-            waits: the counter to which this call adds its wait.
+            waits: the counter that records how long this call waits.
 
         Raises:
             NotGpuWork: an item of `after` does not name GPU work.
@@ -443,7 +443,7 @@ class Context(AddressSpace, Closable):
         return _native.compact(self.handle, want, items)
 
     def reservations(self) -> list[Reservation]:
-        """Returns the open reservations of the context."""
+        """Returns the context's open reservations."""
         with self._lock:
             return [one for one in self._known() if one.is_open]
 
@@ -458,7 +458,7 @@ class Context(AddressSpace, Closable):
         """Completes or cancels unfinished batches and releases everything. Idempotent.
 
         Raises:
-            Busy: arrays or tensors over the context's reservations are alive; nothing changed.
+            Busy: arrays or tensors over the context's reservations still exist; nothing changed.
             ForkedProcess: the context belongs to the parent.
         """
         outcome, before = Outcome(), None

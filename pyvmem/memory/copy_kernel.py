@@ -6,8 +6,8 @@ reservations, which CUDA's own copies reject, or in page-locked host memory. A f
 enough: each keeps 32 KiB of loads in flight, and 8 of them saturate PCIe.
 """
 
-# Triton evaluates annotations. Therefore this module does not import `annotations` from __future__,
-# and annotates only the constexpr parameters.
+# Triton evaluates annotations, so this module does not import `annotations` from __future__, and
+# annotates only the constexpr parameters.
 import triton
 import triton.language as tl
 

@@ -74,7 +74,7 @@ def _leave(thread: int, read: Any) -> None:
     text, fields = _text(read), _fields(read)
 
     class Later(NotMapped):
-        """Creates a `NotMapped` in the other thread, where Python calls it without arguments."""
+        """Python calls this without arguments in the other thread, to create a `NotMapped`."""
 
         def __new__(cls) -> NotMapped:  # type: ignore[misc]  # returns another class
             _holes.conceal()

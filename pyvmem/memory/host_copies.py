@@ -6,9 +6,9 @@ Used by vLLM's KV offloading on the pool and by `KVCache.swap_out`.
     StreamCopies   on a GPU: a Triton kernel on its own stream, which accepts plain addresses
     ThreadCopies   on the CPU: memcpy in its own thread
 
-One object's copies run in the order in which they were started, after the steps launched before
-them. If the kernel or the memcpy cannot be started, libvmem's staged copies are used, which are
-slow but need no device memory.
+An object's copies run in the order they were started, after any steps launched before them. If the
+kernel or the memcpy cannot be started, libvmem's staged copies are used instead; they are slow but
+need no device memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
 
 THREAD_BLOCKS = 8  # as fast as 64 on an H100; leaves 124 multiprocessors for the model
 _PART = 64 << 10  # maximum bytes that a thread block copies at a time
-_REGISTERED = 64 << 30  # maximum bytes to page-lock per call, since drivers limit it
+_REGISTERED = 64 << 30  # maximum bytes to page-lock per call; drivers limit the size
 _PORTABLE_AND_MAPPED = 3
 
 log = logging.getLogger(__name__)
@@ -65,12 +65,12 @@ class Pieces:
 
     @property
     def nbytes(self) -> int:
-        """Total bytes of the pieces."""
+        """Total size of the pieces in bytes."""
         return int(self.sizes.sum())
 
 
 def split(pieces: Pieces, part: int = _PART) -> Pieces:
-    """Splits pieces into parts of at most `part` bytes, so that all thread blocks have work."""
+    """Splits pieces into parts of at most `part` bytes, so that every thread block has work."""
     if not len(pieces.sizes) or pieces.sizes.max() <= part:
         return pieces
     counts = -(-pieces.sizes // part)
@@ -81,12 +81,12 @@ def split(pieces: Pieces, part: int = _PART) -> Pieces:
 
 
 class HostMemory:
-    """Anonymous host memory of this process, which the system frees however the process exits.
+    """Anonymous host memory, which the system frees no matter how this process exits.
 
     Args:
-        nbytes: number of bytes, more than 0.
+        nbytes: size in bytes, greater than 0.
         locked: page-lock the memory, so that kernels on all CUDA devices can access it.
-        memory: existing memory of `nbytes` bytes to use; None: allocate memory.
+        memory: existing memory of `nbytes` bytes to use; None: allocate it.
 
     Raises:
         MemoryError: the memory cannot be allocated or page-locked.
@@ -98,7 +98,7 @@ class HostMemory:
                 memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
             raise MemoryError(f"{nbytes} bytes of host memory for KV offloading: {error}") from None
-        memory.madvise(mmap.MADV_DONTFORK)  # fork could otherwise copy pages that the GPU maps
+        memory.madvise(mmap.MADV_DONTFORK)  # otherwise, fork could copy pages that the GPU maps
         view = ctypes.c_char.from_buffer(memory)
         self.addr, self.nbytes, self.memory = ctypes.addressof(view), nbytes, memory
         registered: list[int] = []
@@ -140,7 +140,7 @@ def _give_back(view: list[Any], memory: mmap.mmap, registered: list[int]) -> Non
 
 
 class Copy:
-    """A started transfer."""
+    """A transfer that has been started."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -348,7 +348,8 @@ class StreamCopies:
         import torch
 
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        # Copies to the device must also wait: a running step may still read the target blocks.
+        # Copies to the device must also wait: a running step may still be reading the target
+        # blocks.
         if (after := after or self.now()) is not None:
             self.stream.wait_event(after)
         begin.record(self.stream)
@@ -412,7 +413,7 @@ def copies_for(context: Context, device: Any) -> Callable[[bool], Copies]:
 
 
 def has_kernel(context: Context) -> bool:
-    """Returns true if `copy_now` can use the kernel, which needs page-locked memory and Triton."""
+    """Returns true if `copy_now` can use the kernel, provided that Triton is installed."""
     if context.cuda_device is None or find_spec("torch") is None:
         return False
     import torch
@@ -421,7 +422,7 @@ def has_kernel(context: Context) -> bool:
 
 
 def copy_now(context: Context, to_host: bool, pieces: Pieces) -> bool:
-    """Copies from or to page-locked memory with the kernel, synchronously.
+    """Copies to or from page-locked memory with the kernel, synchronously.
 
     Returns false without copying if the kernel cannot run: the context is on the CPU, torch
     lacks CUDA, or Triton is missing.

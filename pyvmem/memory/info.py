@@ -84,7 +84,7 @@ class Inject(enum.IntFlag):
 
 
 def sizes_of_mask(mask: int) -> tuple[int, ...]:
-    """Returns the page sizes in a mask, in which bit k stands for 2^k bytes."""
+    """Returns the page sizes in a mask whose bit k stands for 2**k bytes."""
     return tuple(1 << k for k in range(64) if mask >> k & 1)
 
 
@@ -262,7 +262,7 @@ class PagesInfo:
     """Describes the pages behind a handle (struct vmem_handle_info).
 
     Attributes:
-        nbytes: total bytes of the pages.
+        nbytes: total size of the pages in bytes.
         page_size: size of each page.
         runs: number of physically contiguous runs.
         mappings: number of live mappings made with this handle.

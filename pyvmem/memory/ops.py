@@ -100,7 +100,7 @@ class OpBatch:
         return self._array
 
     def wrote(self, count: int) -> None:
-        """Sets the number of operations that C has written to `array`; none may consume pages."""
+        """Records that C wrote `count` operations to `array`, none of which may consume pages."""
         end = operator.index(count) * OP_BYTES
         if not 0 <= end <= self._limit:
             _native.fail(
@@ -265,7 +265,7 @@ class OpBatch:
     def join(
         self, addr: int, size: int, count: int = 1, stride: int = 0, holes: bool = False
     ) -> None:
-        """Remaps every piece with the fewest driver calls and entries, as `Context.join` does.
+        """Remaps every piece with as few driver calls and entries as possible; see `Context.join`.
 
         Unless `holes` is set, every piece must be fully mapped before the batch. GPU work must not
         access the pieces until the batch is finished.

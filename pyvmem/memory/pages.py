@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Handles to physical pages, and tickets of submitted batches."""
+"""Handles to physical pages, and tickets for submitted batches."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _SLICE_NS = 200_000_000
 class Pages(Scoped):
     """A reference to physical pages, returned by `Context.create` or `Context.retain`.
 
-    The pages live as long as a handle or a mapping refers to them. End the reference with `release`
-    or `drop`; leaving a ``with`` block releases it. Otherwise it keeps its pages until the context
-    is closed, and causes a ResourceWarning.
+    The pages live as long as a handle or a mapping refers to them. Give up the reference with
+    `release` or `drop`; leaving a ``with`` block calls `release`. A reference that is never given
+    up keeps its pages until the context is closed, and causes a ResourceWarning.
     """
 
     __slots__ = ("_context", "_done", "_nbytes", "_outcome")
@@ -50,7 +50,7 @@ class Pages(Scoped):
 
     @property
     def nbytes(self) -> int:
-        """Total bytes of the pages."""
+        """Total size of the pages in bytes."""
         return self._nbytes
 
     @property
@@ -72,7 +72,7 @@ class Pages(Scoped):
         """Unmaps the handle's mapping, if it has one, and drops the reference.
 
         Raises:
-            Busy: there are several mappings; nothing changed. Use `Context.unmap`.
+            Busy: there is more than one mapping; nothing changed. Use `Context.unmap`.
             BadHandle: the handle was already released, dropped or consumed.
         """
         _native.release(self._context.handle, self.handle)
@@ -103,7 +103,7 @@ class Pages(Scoped):
         stride: int = 0,
         outcome: Outcome | None = None,
     ) -> None:
-        """Drops the reference to parts of the pages: `count` pieces, the first at `offset`.
+        """Drops the reference to part of the pages: `count` pieces, the first at `offset`.
 
         Pages without other references return to the pool; the remaining pages keep their offsets.
         The handle itself remains valid until it is dropped.
@@ -117,7 +117,7 @@ class Pages(Scoped):
             outcome: records the result even if an exception interrupts this call.
 
         Raises:
-            OutOfRange: a piece is beyond the end or was already dropped; nothing changed.
+            OutOfRange: a piece extends past the end or was already dropped; nothing changed.
             BadHandle: the handle was already released, dropped or consumed.
         """
         _native.drop_range(
@@ -142,9 +142,9 @@ class Ticket:
     """A batch submitted to the worker thread.
 
     The result remains available regardless of later batches: libvmem keeps it until this object has
-    read it. `wait` and `done` may be called repeatedly and by several threads; an exception during
-    a call, such as KeyboardInterrupt, has no effect on later calls. Closing or garbage-collecting
-    the object does not cancel its batch.
+    read it. `wait` and `done` may be called repeatedly and from multiple threads; an exception
+    during a call, such as KeyboardInterrupt, has no effect on later calls. Closing or
+    garbage-collecting the object does not cancel its batch.
 
     Attributes:
         outcome: progress of the submitting call, valid even if an exception interrupted it.
@@ -227,7 +227,7 @@ class Ticket:
         self._dropped = True
 
     def done(self) -> bool:
-        """Returns true if the batch has finished or failed, without waiting.
+        """Returns true if the batch has finished or failed; does not wait.
 
         Raises:
             BadHandle: as for `wait`.

@@ -152,7 +152,7 @@ class Reservation(Closable):
         *,
         readonly: bool = False,
     ) -> None:
-        """Maps `pages`, or `size` bytes of them from `pages_offset` on, at `offset`."""
+        """Maps `pages`, or `size` bytes of them starting at `pages_offset`, at `offset`."""
         expect("pages", pages, Pages)
         length = pages.nbytes - pages_offset if size is None else size
         addr = self._at(offset, length, "vMemMap")
@@ -163,12 +163,12 @@ class Reservation(Closable):
         self._context.unmap(self._at(offset, size, "vMemUnmap"), size)
 
     def join(self, offset: int = 0, size: int | None = None) -> int:
-        """Remaps pages mapped one at a time, as one mapping per run; see `Context.join`."""
+        """Remaps each run that was mapped page by page, as a single mapping; see `Context.join`."""
         length = self.nbytes - offset if size is None else size
         return self._context.join(self._at(offset, length, "vmem_join"), length)
 
     def read(self, offset: int, size: int) -> bytes:
-        """Copies bytes from the device."""
+        """Returns a copy of the `size` bytes at `offset`."""
         return self._context.read(self._at(offset, size, "vmem_read"), size)
 
     def write(self, offset: int, data: Any) -> None:
@@ -193,7 +193,7 @@ class Reservation(Closable):
         strides: Sequence[int] | None = None,
         offset: int = 0,
     ) -> VirtualArray:
-        """Returns an array over the addresses, for any library (through ``__dlpack__`` and others).
+        """Returns an array over the addresses, usable from any library (through DLPack, say).
 
         This call neither reads nor writes memory, which need not be mapped until elements are used.
         On the CPU, reading an unmapped element raises `NotMapped`, and writing to it kills the
@@ -227,7 +227,7 @@ class Reservation(Closable):
     ) -> Any:
         """Returns a torch.Tensor over the addresses, on the CPU for ``host``, otherwise on CUDA.
 
-        Arguments and errors are those of `array`. Needs torch.
+        Takes the same arguments and raises the same errors as `array`. Requires torch.
         """
         # Import torch before creating the array: without numpy, torch keeps alive the frames that
         # first import it, and an array in their locals would live until the process exits.
@@ -260,13 +260,13 @@ class Reservation(Closable):
     def close(self, *, unmap: bool = False) -> None:
         """Frees the addresses. Does nothing if called again or if the context is closed.
 
-        Waits for a concurrent call by another thread.
+        Waits if another thread is already closing the reservation.
 
         Args:
             unmap: unmap pages that are still mapped instead of raising Busy.
 
         Raises:
-            Busy: arrays, tensors or mappings are alive; nothing changed.
+            Busy: arrays, tensors or mappings still exist; nothing changed.
         """
         outcome = self._freed
         with self._context._lock:

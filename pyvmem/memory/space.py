@@ -34,7 +34,7 @@ class AddressSpace:
     def map(
         self, addr: int, size: int, pages: Pages, offset: int = 0, *, readonly: bool = False
     ) -> None:
-        """Maps ``pages[offset:offset + size]`` at `addr`, for every device of the context.
+        """Maps ``pages[offset:offset + size]`` at `addr`, on every device of the context.
 
         Raises:
             AlreadyMapped, NotReserved, OutOfRange, BadHandle, InvalidArgument: the pages cannot be
@@ -55,7 +55,7 @@ class AddressSpace:
     # ---- contents ------------------------------------------------------------------------------
 
     def read(self, addr: int, size: int) -> bytes:
-        """Copies `size` bytes at `addr` from the device.
+        """Returns a copy of the `size` bytes at `addr`.
 
         Raises:
             NotMapped: part of the range is not mapped.
@@ -77,7 +77,7 @@ class AddressSpace:
         return bytes(_native.ffi.buffer(buffer, size))
 
     def read_into(self, addr: int, data: Any) -> None:
-        """Fills the writable buffer `data` from the device. The buffer may be pinned host memory.
+        """Fills the writable buffer `data` with the bytes at `addr`. Pinned host memory is allowed.
 
         Raises:
             NotMapped: part of the range is not mapped.
@@ -106,7 +106,7 @@ class AddressSpace:
     # ---- pool ----------------------------------------------------------------------------------
 
     def warm(self, nbytes: int) -> None:
-        """Allocates memory from the driver until `nbytes` are free in the device pool."""
+        """Allocates memory from the driver until the device pool has `nbytes` bytes free."""
         _native.warm(self.handle, whole("nbytes", nbytes))
 
     def trim(self, keep: int = 0) -> int:
@@ -117,11 +117,11 @@ class AddressSpace:
         return _native.trim(self.handle, whole("keep", keep))
 
     def join(self, addr: int, size: int) -> int:
-        """Remaps each run that was mapped page by page as one mapping.
+        """Remaps each run that was mapped page by page, as a single mapping.
 
         If the context has `large_entries`, each complete 2 MiB block is mapped by a large entry.
-        Call it only at a safe point: no GPU work may access the range. `OpBatch.join` does the same
-        as part of a batch, ordered after other work.
+        Call it only at a safe point, when no GPU work is accessing the range. `OpBatch.join` does
+        the same as part of a batch, ordered after other work.
 
         Returns:
             The number of driver calls.
@@ -141,12 +141,12 @@ class AddressSpace:
     def inject(
         self, kinds: Inject | int, skip: int = 0, count: int = 1, error: int = errno.EIO
     ) -> None:
-        """Makes driver calls of these kinds fail: `skip` calls pass, then `count` calls fail.
+        """Makes driver calls fail: lets `skip` calls of the given kinds pass, then fails `count`.
 
         Args:
             kinds: the kinds of calls to fail.
-            skip: number of calls that pass first.
-            count: number of calls that fail; 0 stops the injection.
+            skip: number of calls to let pass first.
+            count: number of calls to fail; 0 stops the injection.
             error: positive errno of the injected failures.
         """
         _native.inject(self.handle, operator.index(kinds), skip, count, error)

@@ -13,7 +13,7 @@ again before its work is complete, because the event would then represent other 
 
 CUDA graphs: a stream that is being captured has no work to wait for, and cannot be made to wait for
 work outside the capture. Calls that would need either are rejected (InvalidArgument), and the
-capture continues. Therefore call a cache before or after a capture, not within it. Querying whether
+capture continues. So call a cache before or after a capture, not during one. Querying whether
 work is complete is allowed during a capture in any thread and mode (`relaxed`).
 
 This module does not import torch or cuda.core: callers that pass their objects have imported them.
@@ -117,7 +117,7 @@ class _CurrentStream:
 
 
 CurrentStream: Final = _CurrentStream()
-"""Stands for torch's current stream on the context's device when the call is made.
+"""Stands for torch's current stream on the context's device at the time of the call.
 
 It is ignored on ``host``.
 """
@@ -156,7 +156,7 @@ class KeptEvents:
 
 
 def device_ordinal(device: Any) -> int:
-    """Returns the CUDA ordinal of an int, a torch.device (or its string) or a cuda.core Device.
+    """Returns the CUDA ordinal for an int, a torch.device (or its string) or a cuda.core Device.
 
     A device without an index (``"cuda"``) is torch's current device; ``"cpu"`` is 0, for ``host``.
 
@@ -268,7 +268,7 @@ def work_of(given: Any, what: str = "stream") -> Work:
 
 
 def check(stream: Any) -> None:
-    """Validates a stream, for calls that change state before they use the stream."""
+    """Validates a stream, for calls that change state before they use it."""
     if stream is not None:
         work_of(stream)
 
@@ -316,7 +316,7 @@ def stream_handle(stream: Any, device: int | None) -> int:
     if work.kind is Kind.STREAM:
         return work.handle
     torch = sys.modules.get("torch")
-    # Without torch, or with a CPU build, the only current stream is CUDA's default.
+    # Without torch, or with a CPU-only build of it, the current stream is CUDA's default stream.
     if torch is None or not has_cuda(torch):
         return 0
     return int(torch.cuda.current_stream(device).cuda_stream)
@@ -374,7 +374,7 @@ def _driver() -> Any:
 
 
 def relaxed(ask: Callable[[], _T]) -> _T:
-    """Calls `ask` in a capture mode that allows event queries while any thread captures a stream.
+    """Calls `ask` in a capture mode that allows event queries while any thread is capturing.
 
     In CUDA's default capture mode, cuEventQuery and cuEventSynchronize would break the capture.
     """
@@ -391,13 +391,13 @@ def relaxed(ask: Callable[[], _T]) -> _T:
 
 
 def refuse_captured(stream: Any, device: int) -> None:
-    """Raises InvalidArgument for a stream that is being captured into a CUDA graph."""
+    """Raises InvalidArgument if a stream is being captured into a CUDA graph."""
     if _driver() is not None:
         refuse_captured_handle(stream_handle(stream, device))
 
 
 def refuse_captured_handle(handle: int) -> None:
-    """Does the same as `refuse_captured` for a CUstream handle."""
+    """Like `refuse_captured`, but takes a CUstream handle."""
     is_capturing = getattr(_driver(), "cuStreamIsCapturing", None)
     if is_capturing is None:
         return

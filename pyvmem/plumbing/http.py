@@ -51,7 +51,7 @@ class Reply:
 
     @classmethod
     def of(cls, value: Any, status: int = 200, **headers: str) -> Reply:
-        """Creates a reply with a value encoded as JSON."""
+        """Creates a reply whose body is a value encoded as JSON."""
         text = json.dumps(value, indent=2) + "\n"
         return cls(status, "application/json", text.encode(), headers)
 

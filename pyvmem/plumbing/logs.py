@@ -30,7 +30,7 @@ def warn(log: logging.Logger, cause: str, text: str, *args: object) -> None:
     Args:
         log: the logger.
         cause: one of a few fixed names, not one per object.
-        text: the message, with ``%`` for each argument, as for `logging.Logger.warning`.
+        text: the message as a ``%`` format string, as for `logging.Logger.warning`.
         args: the message's arguments.
     """
     if not log.isEnabledFor(logging.WARNING):

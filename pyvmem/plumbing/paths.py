@@ -144,7 +144,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def picture_file(text: str) -> Path:
-    """Validates a picture file, whose suffix matplotlib must support."""
+    """Validates the path of an image file, which must end in .svg, .png or .pdf."""
     path = written(text)
     if path.suffix.lower() not in (".svg", ".png", ".pdf"):
         raise argparse.ArgumentTypeError(f"{text!r}: expected a name in .svg, .png or .pdf")

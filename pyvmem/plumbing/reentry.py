@@ -2,7 +2,7 @@
 """Re-entrant calls from finalizers and signal handlers.
 
 Python runs finalizers and signal handlers between any two bytecodes. The interrupted thread may
-hold a lock that they need, and the data that the lock protects may be half-changed. The locks
+hold a lock that they need, and the data that the lock protects may be half-updated. The locks
 created here are re-entrant, and the data that they protect tolerates such calls. A cache's records
 do not, so such calls are rejected (`within`).
 """

@@ -2,10 +2,10 @@
 """Cleans up libvmem objects whose Python owners were lost.
 
 An asynchronous exception (Ctrl-C) may be raised just after an object was created, before its caller
-has a reference, or while the object is being closed. Then no caller can close it. A finalizer
-cannot be used: it may run between a failed C call and the query of its error, and its exceptions
-would be ignored. Therefore the libvmem objects that a Python object creates are recorded
-separately, and creating the next Python object of the same kind frees those of lost owners.
+has a reference, or while the object is being closed. Then no caller can close it. A finalizer is no
+solution: it may run between a failed C call and the query of its error, and its exceptions would be
+ignored. Instead, the libvmem objects that a Python object creates are recorded separately, and the
+next such Python object to be created frees those of lost owners.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Remains:
 
 
 def end_lost() -> None:
-    """Frees lost owners' libvmem objects, newest first, as new ones may lie in older ranges."""
+    """Frees lost owners' libvmem objects, newest first: newer ones may lie in older ranges."""
     for key, one in reversed(list(_all.items())):
         if one.owner() is None:
             with suppress(VMemError):  # already closed, or cannot be freed yet

@@ -27,7 +27,7 @@ def parse_bytes(text: str, name: str = "size") -> int:
 
 
 def counted(number: int, what: str) -> str:
-    """Returns, for example, "1 request" or "2,000 requests"."""
+    """Formats a count with its noun, as in "1 request" or "2,000 requests"."""
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 

@@ -80,9 +80,9 @@ def bounded(name: str, value: Any, low: int, high: int, *, op: str) -> int:
 
 
 def real(name: str, value: Any, high: int, *, op: str, positive: bool = False) -> float:
-    """Returns a number from 0 (if `positive`, above 0) to `high`; raises InvalidArgument otherwise.
+    """Returns the value as a float; raises InvalidArgument unless it is between 0 and `high`.
 
-    Strings are rejected.
+    With `positive`, rejects 0. Also rejects strings.
     """
     try:
         if isinstance(value, (str, bytes, bytearray)):
@@ -101,7 +101,7 @@ def real(name: str, value: Any, high: int, *, op: str, positive: bool = False) -
 
 
 def switched(name: str, value: Any, *, op: str) -> bool:
-    """Returns a bool; raises InvalidArgument for other types, as "off" would count as true."""
+    """Returns a bool; raises InvalidArgument for other types, since "off" is truthy."""
     if not (isinstance(value, int) and value in (0, 1)):
         raise invalid(f"{name} must be True or False, not {shown(value)}", op=op)
     return bool(value)
