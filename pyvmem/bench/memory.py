@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Estimates kernel memory as the memory that the system lost and no process gained.
+"""Estimates kernel memory as the memory that the system lost but no process gained.
 
 Two estimates are kept, since each has a blind spot:
 
@@ -40,11 +40,11 @@ class Delta:
     listed: int
     missing: int
     own: int
-    total: int  # growth of MemTotal, as hotplugged memory itself needs kernel memory
+    total: int  # growth of MemTotal: hotplugged memory itself takes up kernel memory
 
     @property
     def value(self) -> int:
-        """The larger estimate."""
+        """The larger of the two estimates."""
         return max(self.listed, self.missing)
 
 
