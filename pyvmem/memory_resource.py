@@ -208,7 +208,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
             raise
 
     def _amid_call(self) -> bool:
-        """Returns true in a finalizer or signal handler that interrupted a call by this thread."""
+        """Returns true inside a finalizer or signal handler that interrupted this thread's call."""
         return bool(self._lock._is_owned())  # type: ignore[attr-defined]
 
     def _buffer(self, addr: int, size: int, stream: Any) -> Any:
@@ -220,7 +220,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         return Buffer.from_handle(addr, size, self)
 
     def deallocate(self, ptr: Any, size: int, stream: Any = None) -> None:
-        """Frees a buffer's pages once the work submitted to `stream` is done; see Buffer.close.
+        """Frees a buffer's pages once the work on `stream` is done. Buffer.close calls this.
 
         Args:
             ptr: the buffer's handle.

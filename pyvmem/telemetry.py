@@ -4,9 +4,10 @@
     telemetry = Telemetry()
     telemetry.add(cache, "llama")
 
-    telemetry.text() # Prometheus text; needs no package telemetry.serve(9464) # over HTTP: /metrics
-    as text, /caches as JSON prometheus_client.REGISTRY.register(telemetry) # or alongside an
-    engine's own metrics telemetry.instrument(opentelemetry.metrics.get_meter("pyvmem"))
+    telemetry.text()                        # Prometheus text; needs no package
+    telemetry.serve(9464)                   # over HTTP: /metrics as text, /caches as JSON
+    prometheus_client.REGISTRY.register(telemetry)      # or alongside an engine's own metrics
+    telemetry.instrument(opentelemetry.metrics.get_meter("pyvmem"))
 
 The values come from `CacheStats` and are read on demand, so a cache that is not scraped has no
 overhead. Caches are held by weak reference; closed caches are no longer reported.
