@@ -429,7 +429,7 @@ class Telemetry:
         """Serves ``/metrics`` (Prometheus) and ``/caches`` (JSON, for `vmem watch`) over HTTP.
 
         Args:
-            port: the TCP port; 0: any free port (see `Server.port`).
+            port: the TCP port; 0 for any free port (see `Server.port`).
             address: the address to listen on; the default accepts only local connections. There is
                 no authentication.
 

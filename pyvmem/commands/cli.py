@@ -130,7 +130,7 @@ def _unread() -> bool:
 
 
 def _drop_output() -> None:
-    """Discards buffered output, which the interpreter would otherwise retry to write at exit."""
+    """Discards buffered output, so that the interpreter does not retry writing it at exit."""
     try:
         sys.stdout.flush()
     except OSError:

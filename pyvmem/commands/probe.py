@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ProbeResult", "add_parser", "probe", "run"]
 
-_PRINTED = Path("-")  # value of --report if no file is given
+_PRINTED = Path("-")  # value of --report when it is given without a file
 
 
 @dataclass(frozen=True)

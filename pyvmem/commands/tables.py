@@ -45,7 +45,7 @@ def table(
     """Formats rows as a table; the first `left` columns are left-aligned, the rest right-aligned.
 
     Args:
-        width: the output's width; None: the terminal's, if standard output is a terminal. If the
+        width: the output's width; None for the terminal's, if standard output is a terminal. If the
             table is wider, text is wrapped within its column, the widest column first; if that is
             not enough, the columns are printed in several blocks, one below the other, each
             starting with the first column.

@@ -202,7 +202,7 @@ def fetch(where: str) -> dict[str, Any]:
         with urllib.request.urlopen(f"{url}/caches", timeout=10) as answer:
             body = answer.read(MOST_BYTES + 1)
     except http.client.RemoteDisconnected:
-        raise  # a RemoteDisconnected is also an OSError
+        raise  # RemoteDisconnected is also an OSError
     except http.client.HTTPException as error:
         raise wrong from error
     if len(body) > MOST_BYTES:

@@ -143,7 +143,7 @@ class Manager:
         self.lengths[index] = 0
 
     def free_blocks(self) -> int:
-        """Returns the number of KV blocks that the requests do not need at their lengths."""
+        """Returns how many KV blocks the requests do not need at their current lengths."""
         total = self.cache.stats().total_pages // self.cache.layout.num_tensors
         return max(0, total - self._needed(self.lengths))
 

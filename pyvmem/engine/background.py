@@ -199,7 +199,7 @@ def work_until_now(stream: Any, device: int | None) -> Any:
     soon as its call returns.
 
     Args:
-        stream: in any form that `KVCache` accepts; None: the calling thread's current stream.
+        stream: in any form that `KVCache` accepts; None for the calling thread's current stream.
         device: the cache's CUDA ordinal; None for a cache on the host, which has no streams.
     """
     if work_of(stream).kind is Kind.FD:

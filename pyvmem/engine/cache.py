@@ -391,7 +391,7 @@ class RequestCache(Closable):
     def fork_async(
         self, request: Request, count: int = 1, length: int | None = None, stream: Any = None
     ) -> Future[list[Request] | Shortage]:
-        """Runs `fork` in the background; the request is busy until it is done."""
+        """Runs `fork` in the background; the request is busy until the call is done."""
         self._refuse_busy(request)
         self._require(request, State.RUNNING)
         work, slot = self._work(stream), request.slot
@@ -438,7 +438,7 @@ class RequestCache(Closable):
             request: a running or swapped-out request.
             tokens: the token ids under which to record the request's rows in its namespace, for a
                 later request that continues this one; there may be more tokens than rows. Ignored
-                if the request is swapped out or its namespace is closed. None: record nothing.
+                if the request is swapped out or its namespace is closed. None to record nothing.
             stream: the stream of the request's last work.
 
         Raises:
@@ -475,7 +475,7 @@ class RequestCache(Closable):
             self._swap_out(request, self._slot(request), work)
 
     def swap_out_async(self, request: Request, stream: Any = None) -> Future[None]:
-        """Runs `swap_out` in the background; the request is busy until it is done."""
+        """Runs `swap_out` in the background; the request is busy until the call is done."""
         self._refuse_busy(request)
         self._require(request, State.RUNNING)
         work, slot = self._work(stream), request.slot
@@ -511,7 +511,7 @@ class RequestCache(Closable):
             return self._swap_in(request, stream)
 
     def swap_in_async(self, request: Request, stream: Any = None) -> Future[Shortage | None]:
-        """Runs `swap_in` in the background; the request is busy until it is done."""
+        """Runs `swap_in` in the background; the request is busy until the call is done."""
         self._refuse_busy(request)
         self._require(request, State.SWAPPED)
         stream = work_until_now(stream, self._device)

@@ -113,9 +113,9 @@ class Policy:
             process may still allocate, see `Context.memory`). Greater than 0 and at most 1. The
             remainder is for activations and other allocations, so the default is lower than the 0.9
             of `KVCacheConfig.memory_limit`, which leaves no room for activations.
-        page_size: page size in bytes; 0: chosen by `advise`.
-        layers_per_tensor: as `KVCacheConfig.group_size`; 0: chosen by `advise`.
-        ahead_tokens: as `KVCacheConfig.ahead_tokens`.
+        page_size: page size in bytes; 0 lets `advise` choose.
+        layers_per_tensor: as `KVCacheConfig.group_size`; 0 lets `advise` choose.
+        ahead_tokens: same as `KVCacheConfig.ahead_tokens`.
         options: further fields of `KVCacheConfig`, which override all of the above.
     """
 

@@ -46,7 +46,7 @@ class Request:
         owner: the slot's owner number (`CacheSlots.owner`) when the request got the slot; if the
             number has changed since, the slot belongs to another request.
         rows: its rows in host memory while it is swapped out.
-        base_state: its state not counting background calls; never `State.BUSY`.
+        base_state: its state, not counting background calls; never `State.BUSY`.
         calls: its background calls, some of which may have finished.
     """
 

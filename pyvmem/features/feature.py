@@ -111,7 +111,7 @@ class Feature:
 def require_page_size(
     info: BackEnd, size: int, name: str = "page_size", *, op: str = "KVCache"
 ) -> None:
-    """Raises InvalidArgument, listing the valid sizes, unless `size` is a page size it supports."""
+    """Raises InvalidArgument, listing the page sizes, unless the back end supports `size`."""
     if size not in info.page_sizes:
         sizes = ", ".join(str(one) for one in info.page_sizes)
         raise InvalidArgument(

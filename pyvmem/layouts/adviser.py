@@ -66,7 +66,7 @@ class Limits:
     Attributes:
         call_us: microseconds per map call, as returned by the function `call_us`.
         iteration_ms: duration of a decode iteration of the whole batch, in milliseconds.
-        max_group: maximum number of layers in one tensor; no more than the default has been
+        max_group: maximum number of layers in one tensor; values above the default have not been
             measured.
     """
 

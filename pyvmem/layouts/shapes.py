@@ -29,7 +29,7 @@ class ModelShape:
         weight_bytes: bytes of the weights; 0 if unknown.
         ranks: number of GPUs that the heads and the weights are divided among (tensor parallelism).
         layers: the shape of every layer, if layers differ or have a sliding window, a latent or a
-            state; () if all keep keys and values for every token.
+            state; () if all layers keep keys and values for every token.
     """
 
     name: str
@@ -100,7 +100,7 @@ class ModelShape:
         return replace(self, name=f"{self.name} in {dtype}", dtype=dtype, layers=layers)
 
     def on_ranks(self, ranks: int) -> ModelShape:
-        """Returns the shape that each of `ranks` ranks has; latents are replicated.
+        """Returns the shape on each of `ranks` ranks; latents are replicated.
 
         Raises:
             InvalidArgument: the ranks do not divide the heads, or a layer has a state.

@@ -179,7 +179,7 @@ def longest_of(config: Any) -> Any:
 
 
 def _kinds(text: Any) -> Any:
-    """Returns the kind of every layer; None if all layers are of one kind.
+    """Returns each layer's kind, or None if all layers are of the same kind.
 
     RecurrentGemma stores the kinds in a separate attribute."""
     return _attribute(text, "layer_types") or _attribute(text, "layers_block_type")

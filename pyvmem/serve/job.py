@@ -53,7 +53,7 @@ class Completion:
 
     Attributes:
         tokens: the answer's token ids, including any end-of-text token.
-        predictions: the model's choice at each position; differs from `tokens` only if `forced`.
+        predictions: the model's choice at each position; differs from `tokens` only with `forced`.
         preemptions: number of times the request lost its memory and was recomputed.
         first_step, last_step: engine steps that generated its first and last tokens; -1 if none
             did.

@@ -3,7 +3,7 @@
 
 The rule: an answer is compared up to its first difference. A difference is accepted only at a near
 tie in the reference (its two best logits differ by less than `TIE` of the larger), and in at most
-one out of 32 requests; the request is then served again under teacher forcing with the reference's
+one in 32 requests; the request is then served again under teacher forcing with the reference's
 tokens, and at every other position the engine's own choice must match the reference.
 """
 

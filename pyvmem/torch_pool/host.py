@@ -80,7 +80,7 @@ class HostBlock:
         return memoryview(window).cast("B")[offset : offset + nbytes]
 
     def unlock(self) -> None:
-        """Unregisters the range before it is freed; CUDA would still treat it as page-locked."""
+        """Unregisters the range before it is freed, or CUDA would still consider it locked."""
         # A forked child has a copy of this object, but cannot use CUDA.
         if self._device is not None and self._locked_by == os.getpid():
             # fails if CUDA has shut down, which has already dropped all registrations

@@ -218,8 +218,8 @@ class VMemPool:
         remain paused. Pausing a tag again pauses the segments added since.
 
         Args:
-            tag: the tag to pause; None: all tags; a mapping: several tags, in its order, each with
-                its `keep`.
+            tag: the tag to pause; None for all tags; or a mapping from tags, paused in its order,
+                to each one's `keep`.
             keep: whether to copy the contents to host memory; if not, they are zero after `resume`.
 
         Returns:
@@ -256,7 +256,7 @@ class VMemPool:
         resumed.
 
         Args:
-            tag: the tag to resume; None: all paused tags, in the order of their first use.
+            tag: the tag to resume; None for all paused tags, in order of first use.
 
         Returns:
             Bytes mapped again; 0 if nothing was paused.
