@@ -32,7 +32,7 @@ from pyvmem.plumbing.validation import unexpected, whole
 
 try:
     from cuda.core import Buffer, MemoryResource
-except ImportError:  # before 1.0
+except ImportError:  # cuda-core before 1.0
     from cuda.core.experimental import Buffer, MemoryResource
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         self._dirty = dirty
         self._lock = reentrant_lock()
         self._blocks: set[_Block] = set()
-        self._live: dict[int, _Block] = {}  # by address
+        self._live: dict[int, _Block] = {}  # blocks in use, by address
         self._ended: deque[_Block | None] = deque()  # left by a failed or interrupted `allocate`
         self._left: deque[tuple[int, int, Any]] = deque()  # left by a failed `deallocate`
         self._going: list[_Block] = []

@@ -29,7 +29,7 @@ __all__ = ["LEVELS", "run"]
 
 _NAMES = {1 << 10: "1k", 10 << 10: "10k", 100 << 10: "100k", 400 << 10: "400k", 1 << 20: "1M"}
 _KEEP_ALL = (1 << 64) - 1
-_SAFE_POINT = 128 << 10  # pages mapped between two joins
+_SAFE_POINT = 128 << 10  # pages mapped between joins
 
 
 def level_name(pages: int) -> str:

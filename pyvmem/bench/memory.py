@@ -59,7 +59,7 @@ class KernelMemory:
 
     @classmethod
     def now(cls) -> KernelMemory:
-        """Takes a reading after a pause, since the kernel frees some memory only later (RCU)."""
+        """Takes a reading after a pause, since the kernel delays freeing some memory (RCU)."""
         time.sleep(0.05)
         info, own = meminfo(), _own()
         listed = sum(info.get(name, 0) for name in _LISTED)

@@ -32,7 +32,7 @@ _QUICK = (16, 64, 256)
 _HEADS, _HEAD_DIM, _ITEM = 8, 128, 2
 _ROW = _HEADS * _HEAD_DIM * _ITEM
 _SPARE = 4  # slots kept free
-_SEQ_PAGES = 64  # pages per tensor of a full slot
+_SEQ_PAGES = 64  # pages per tensor in a full slot
 _PAUSE_S = 0.002
 
 

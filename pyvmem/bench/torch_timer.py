@@ -37,7 +37,7 @@ def captured(work: Callable[[], object], device: torch.device) -> tuple[Callable
 
 
 def timer(device: torch.device) -> Callable[[Callable[[], object]], float]:
-    """Returns a function that times a call in ns: with events on a GPU, with a clock on the CPU."""
+    """Returns a function that times a call in ns, using events on a GPU and a clock on the CPU."""
     import torch
 
     if device.type == "cpu":

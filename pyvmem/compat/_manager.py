@@ -118,7 +118,7 @@ class Manager:
             self.cache.memory.for_request(None, length)  # raises if the length is out of range
             if not common.idle:
                 for index in range(len(self.lengths)):
-                    if not self.cache.slots.is_taken(index):  # an earlier call failed to free it
+                    if not self.cache.slots.is_taken(index):  # freed by an earlier, failed call
                         common.renew(index)
             reqid = min(common.idle, default=None)
         if reqid is None:

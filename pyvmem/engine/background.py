@@ -99,7 +99,7 @@ class Background:
         self._queue: deque[_Queued] = deque()
         self._now: _Queued | None = None
         self._turn = threading.Lock()  # held while running a call
-        self._maker = 0  # identifier of the thread that holds `_turn`; 0: none
+        self._maker = 0  # identifier of the thread that holds `_turn`; 0 if none does
 
     def begin(
         self,

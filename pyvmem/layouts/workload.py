@@ -65,7 +65,7 @@ def read_trace(path: Path | str) -> list[Request]:
     """Reads a trace's requests in order; skips requests without a prompt or an output.
 
     Raises:
-        InvalidArgument: the file cannot be read, has another format, or contains no request.
+        InvalidArgument: the file cannot be read, is in another format, or contains no requests.
     """
     return [request for request, _ in _read(Path(path))]
 

@@ -59,7 +59,7 @@ def draw(trace: dict[str, Any], out: str | Path) -> None:
     """Writes the picture of a trace.
 
     Raises:
-        ValueError: the trace has another format or no steps.
+        ValueError: the trace is in another format or has no steps.
         ModuleNotFoundError: matplotlib is not installed.
     """
     if trace.get("format") != TRACE_FORMAT:
