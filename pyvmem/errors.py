@@ -50,7 +50,7 @@ class VMemError(Exception):
         status_name: the symbol of `status`, for example ``"NV_ERR_NO_MEMORY"``, or ``""``.
         op: the function that failed, for example ``"vMemMap"``.
         addr: first address of the range in question, or 0.
-        bytes: length of that range, or the requested size.
+        bytes: length of that range, or the size in question.
         limit: the limit that was exceeded, or 0.
     """
 

@@ -41,7 +41,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Difference:
-    """A position where the engine's token differs from the reference's; None is no token."""
+    """A position where the engine's token differs from the reference's; None means no token."""
 
     request_id: int
     position: int
