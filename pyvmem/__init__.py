@@ -145,5 +145,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Lists public names for completion, including those imported lazily."""
+    """Lists the public names for completion, including those imported lazily."""
     return [*__all__, *(name for name in globals() if name.startswith("__"))]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Builds the extension module ``pyvmem._vmem`` from libvmem's sources (cffi, API mode).
 
-The declarations are taken from libvmem/include/vmem.h, without comments and preprocessor lines, so
-there is no second copy to keep up to date. In API mode, the C compiler checks every structure,
-enumeration and prototype against the header. setup.py runs this module; the package never imports
-it.
+The declarations are taken from libvmem/include/vmem.h, with comments and preprocessor lines
+stripped, so there is no second copy to keep up to date. In API mode, the C compiler checks every
+structure, enumeration and prototype against the header. setup.py runs this module; the package
+never imports it.
 """
 
 import re
@@ -31,7 +31,7 @@ void *pyvmem_dlpack_capsule(void *owner, uint64_t addr, int32_t device_type, int
 
 
 def library_version() -> str:
-    """Returns the version, whose only source is VMEM_VERSION in vmem.h."""
+    """Returns the version, which is defined only once, as VMEM_VERSION in vmem.h."""
     match = re.search(r'#define VMEM_VERSION "([^"]+)"', HEADER.read_text(encoding="utf-8"))
     if match is None:
         raise RuntimeError(f"{HEADER} does not define VMEM_VERSION")

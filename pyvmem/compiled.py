@@ -13,7 +13,7 @@ ticket and finds the tensor at run time:
         keys.write(new, slots, positions)   # new: [tokens, num_kv_heads, head_dim]
 
 `pyvmem.attention.Attention` does the same for writing and attending. Outside compiled code, this
-adds no cost. Needs torch.
+adds no overhead. Requires torch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class _Owner(Protocol):
-    """The object behind a ticket; it interprets the operator's numbers and tensors."""
+    """An object that a ticket refers to; it interprets the operator's numbers and tensors."""
 
     def run_write(self, part: int, given: Sequence[torch.Tensor]) -> None: ...
 
@@ -56,10 +56,10 @@ _numbers = itertools.count(1)
 
 
 def ticket(owner: Any) -> torch.Tensor:
-    """Returns a tensor that identifies an object in compiled code: a number, as a graph input.
+    """Returns a tensor that identifies an object in compiled code: its number, as a graph input.
 
-    The object is held weakly. If the number were a constant in the code, every new object, such as
-    the next step's batch, would force a recompilation.
+    The object is held weakly. If the number were a constant in the compiled code, every new object,
+    such as the next step's batch, would force a recompilation.
     """
     number = next(_numbers)
     _owners[number] = owner
@@ -68,7 +68,7 @@ def ticket(owner: Any) -> torch.Tensor:
 
 
 def holder(ticket: torch.Tensor) -> Any:
-    """Returns the object behind a ticket.
+    """Returns the object that a ticket refers to.
 
     Raises:
         BadHandle: the object no longer exists.
@@ -86,7 +86,7 @@ def holder(ticket: torch.Tensor) -> Any:
 _TAGS = tuple(
     getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name)
 )
-_torch_library: Any = torch.library  # largely untyped
+_torch_library: Any = torch.library  # torch.library is largely untyped
 _library = _torch_library.Library("pyvmem", "DEF")
 _library.define("write(Tensor(a!) order, Tensor owner, int part, Tensor[] given) -> ()", tags=_TAGS)
 _library.define(
@@ -141,16 +141,16 @@ def as_operator() -> bool:
 
 
 def refuse(what: str, *, recorded: bool = False) -> None:
-    """Raises if in-place writes would be wrong or torch's own error would be less clear.
+    """Raises if an in-place write would be wrong, or if torch's own error would be less clear.
 
     Args:
         what: name of the call.
-        recorded: whether the call also maps memory, and so must not be traced or rerun.
+        recorded: whether the call also maps memory and therefore must not be traced or rerun.
 
     Raises:
-        NotSupported: the call is under a `torch.func` transform, such as vmap or grad; with
-            `recorded`, also if it is traced by `torch.jit.trace` or `torch.export`, or is in a
-            backward pass.
+        NotSupported: the call is inside a `torch.func` transform, such as vmap or grad; or
+            `recorded` is true and the call is being traced by `torch.jit.trace` or `torch.export`,
+            or is part of a backward pass.
     """
     why = ""
     if _transforms() is not None:
@@ -174,15 +174,15 @@ _transforms: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 class Writer:
     """Writes rows into a cache's tensor, inside and outside compiled code.
 
-    The writer keeps the tensor alive, so `close` it before the cache. In compiled code, no gradient
-    is recorded.
+    The writer keeps the tensor alive, so `close` it before closing the cache. In compiled code, no
+    gradient is recorded.
 
     Args:
         tensor: the result of `KVCache.k` or `v`, ``[max_batch, max_seq_len, ...]``, or a state of
             `LayeredCache.states`, ``[max_batch, ...]``.
 
     Attributes:
-        tensor: the tensor, for reading outside compiled code.
+        tensor: the tensor itself, for reading outside compiled code.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -218,7 +218,7 @@ class Writer:
         self._target[tuple(where)] = rows
 
     def close(self) -> None:
-        """Drops the tensor, so that the cache can be closed."""
+        """Drops the reference to the tensor, so that the cache can be closed."""
         self.tensor = self._target = torch.empty(0)
 
     def run_write(self, part: int, given: Sequence[torch.Tensor]) -> None:

@@ -3,7 +3,7 @@
 
 All except `Reentered` derive from `VMemError` and, where Python has a matching built-in class
 (`ValueError`, `MemoryError`, `TimeoutError`, ...), also from that class. A call that raises has
-changed nothing, except with `NotRecoverable`, whose message says what was lost.
+changed nothing, unless it raises `NotRecoverable`, whose message says what was lost.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class Reentered(RuntimeError):
     """A signal handler, log handler or finalizer called a cache during another call on it.
 
     Nothing changed. This is not a `VMemError`, since the interrupted call has not failed. If the
-    error propagates from a signal handler, it aborts the interrupted call like Ctrl-C.
+    error propagates out of a signal handler, it aborts the interrupted call, as Ctrl-C would.
 
     Attributes:
         op: the function that was called.
@@ -237,7 +237,7 @@ _CLASSES: Final[dict[int, type[VMemError]]] = {
 def error_class(errno: int, op: str = "") -> type[VMemError]:
     """Returns the class for a positive errno.
 
-    Two errnos have two meanings each in vmem.h, which `op` distinguishes: only opening and probing
+    Two errnos each have two meanings in vmem.h, and `op` tells them apart: only opening and probing
     open a device node (EACCES), and only submitting can hit the batch limit (EAGAIN).
     """
     if errno == _errno.EAGAIN and op.startswith(("vMem", "vmem_")) and op != "vmem_submit":

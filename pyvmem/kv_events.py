@@ -17,7 +17,7 @@ in its successor is reported as removed once it is in neither. The fields are th
 The longest run of consecutive blocks that a router finds is an upper bound on the cache's match.
 The two are equal, with two exceptions. With sliding-window layers, a match can end only where the
 last window is still recorded, which may not be the case where a prompt diverges in the middle of a
-recorded prompt. Also, the successor of a closed namespace does not find its blocks.
+recorded prompt. Also, the successor of a closed namespace does not match its predecessor's blocks.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ class BlockStored:
 
     Attributes:
         block_hashes: hash of each block.
-        parent_block_hash: hash of the preceding block; None: the blocks begin a prompt.
+        parent_block_hash: hash of the preceding block; None if the blocks begin a prompt.
         token_ids: token ids of all the blocks.
         block_size: tokens per block.
-        lora_id: not used.
+        lora_id: unused.
         medium: the kind of memory that holds the rows.
-        lora_name: the namespace's name, or its `repr` if it is not a string; None: no namespace.
+        lora_name: the namespace's name, or its `repr` if it is not a string; None if there is no
+            namespace.
     """
 
     block_hashes: list[int]
@@ -69,7 +70,7 @@ class BlockRemoved:
 
 @dataclass(frozen=True)
 class AllBlocksCleared:
-    """Reports that all blocks were removed, so that earlier events are void."""
+    """Reports that all blocks were removed; earlier events no longer apply."""
 
 
 KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
@@ -111,7 +112,7 @@ def _named(namespace: Hashable) -> Hashable:
 
 
 class _Told(NamedTuple):
-    """A reader's state: which changes have been reported so far.
+    """A reader's state: what it has reported so far.
 
     Attributes:
         number: number of the last reported change.
@@ -153,7 +154,7 @@ class KVEvents:
         return events
 
     def _untold(self) -> tuple[list[KVEvent], _Told]:
-        """Returns the events to report, and the reader's state after them."""
+        """Returns the events to report, and the reader's state once they are reported."""
         told = _Told(-1, {}) if self._told is None else self._told
         changes = self._cache.internals.prefix_changes(told.number)
         unit = self._cache.sharing_unit
@@ -184,9 +185,9 @@ class KVEvents:
 
 
 def _events(change: Change, unit: int, copies: dict[int, int]) -> list[KVEvent]:
-    """Returns the events of a change and updates `copies`.
+    """Returns the events for a change and updates `copies`.
 
-    Blocks that are also in other namespaces of the same name do not cause events.
+    Blocks that another namespace of the same name also contains cause no events.
     """
     hashes, name = block_hashes(change.ids, unit), _named(change.ids.namespace)
     blocks = hashes[change.first :]
@@ -196,7 +197,7 @@ def _events(change: Change, unit: int, copies: dict[int, int]) -> list[KVEvent]:
         return []
     if not change.stored:
         return [BlockRemoved(blocks)]
-    first = len(hashes) - len(blocks)  # blocks that other namespaces contain always come first
+    first = len(hashes) - len(blocks)  # blocks that other namespaces also contain always come first
     return [
         BlockStored(
             blocks,

@@ -32,7 +32,7 @@ from pyvmem.plumbing.validation import unexpected, whole
 
 try:
     from cuda.core import Buffer, MemoryResource
-except ImportError:  # before 1.0
+except ImportError:  # cuda-core before 1.0
     from cuda.core.experimental import Buffer, MemoryResource
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ __all__ = ["VMemResource"]
 
 # Maximum number of reservations, of all sizes, kept for reuse: a new one may cost a driver call.
 _KEPT = 64
-_UNKNOWN: Any = object()  # unknown GPU work: an exception prevented recording an event
+_UNKNOWN: Any = object()  # GPU work is unknown: an exception prevented recording an event
 
 
 class _Block:
@@ -91,15 +91,15 @@ def _succeeded(ticket: Ticket) -> bool:
 class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any without cuda-core
     """Allocates cuda.core Buffers from a context's pages.
 
-    Each buffer has its own reservation, rounded up to whole pages. The pages are mapped before
-    `allocate` returns, and zeroed before the stream's later work; they are unmapped after the work
-    submitted to the stream before `deallocate`. Usable as a context manager. The caller owns the
-    context, which must outlive the resource. Thread-safe.
+    Each buffer has its own reservation, rounded up to whole pages. The pages are mapped by the time
+    `allocate` returns, and zeroed before any later work on the stream runs; they are unmapped once
+    the work submitted to the stream before `deallocate` has finished. Usable as a context manager.
+    The caller owns the context, which must outlive the resource. Thread-safe.
 
     Args:
         context: allocates the pages. On ``host``, buffers are CPU memory and streams are ignored.
-        page_size: bytes per page; 0 = the context's granule.
-        dirty: leave pages unzeroed; a buffer may then hold an earlier buffer's data.
+        page_size: bytes per page; 0 means the context's granule.
+        dirty: do not zero pages; a buffer may then contain an earlier buffer's data.
 
     Raises:
         InvalidArgument: the context does not support pages of that size.
@@ -114,7 +114,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         self._dirty = dirty
         self._lock = reentrant_lock()
         self._blocks: set[_Block] = set()
-        self._live: dict[int, _Block] = {}  # by address
+        self._live: dict[int, _Block] = {}  # blocks in use, by address
         self._ended: deque[_Block | None] = deque()  # left by a failed or interrupted `allocate`
         self._left: deque[tuple[int, int, Any]] = deque()  # left by a failed `deallocate`
         self._going: list[_Block] = []
@@ -163,13 +163,13 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         """Returns a Buffer of `size` bytes.
 
         Args:
-            size: in bytes; 0 returns a buffer without memory.
-            stream: cuda.core Stream that may use the buffer immediately, and that orders its
-                deallocation.
+            size: size in bytes; 0 returns a buffer without memory.
+            stream: the cuda.core Stream on which the buffer may be used immediately, and which
+                orders its deallocation.
 
         Raises:
             NotGpuWork: `stream` is not a stream; nothing changed.
-            OutOfMemory: too few pages are free; nothing changed.
+            OutOfMemory: there are not enough free pages; nothing changed.
             BadHandle: the resource or the context is closed.
         """
         if self._closed:
@@ -208,7 +208,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
             raise
 
     def _amid_call(self) -> bool:
-        """Returns true in a finalizer or signal handler that interrupted a call by this thread."""
+        """Returns true inside a finalizer or signal handler that interrupted this thread's call."""
         return bool(self._lock._is_owned())  # type: ignore[attr-defined]
 
     def _buffer(self, addr: int, size: int, stream: Any) -> Any:
@@ -220,12 +220,12 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         return Buffer.from_handle(addr, size, self)
 
     def deallocate(self, ptr: Any, size: int, stream: Any = None) -> None:
-        """Frees a buffer's pages after the work submitted to `stream`. Buffer.close calls this.
+        """Frees a buffer's pages once the work on `stream` is done. Buffer.close calls this.
 
         Args:
             ptr: the buffer's handle.
             size: the buffer's size.
-            stream: the stream to wait for; None if no work still uses the buffer.
+            stream: the stream to wait for; None if no pending work uses the buffer.
 
         Raises:
             InvalidArgument, BadHandle: `ptr` is not a buffer of this resource, or `stream` is not
@@ -253,7 +253,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
             raise
 
     def _end_later(self, addr: int, size: int, stream: Any) -> None:
-        """Defers freeing a buffer to the next call, after the stream's current work."""
+        """Leaves a buffer for the next call to free, after the stream's current work."""
         try:
             work = None if stream is None else record(stream, self._context.cuda_device)
         except BaseException:
@@ -288,7 +288,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         self._live.pop(addr, None)
 
     def _free_block(self, nbytes: int) -> _Block:
-        """Returns a free block of this size, or a new block without addresses."""
+        """Returns a free block of this size, or a new block that has no addresses yet."""
         kept = self._kept[nbytes]
         while kept:
             if kept[-1].free:
@@ -302,7 +302,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         return block
 
     def _reap(self) -> None:
-        """Cleans up after interrupted calls; marks as free all blocks whose pages are unmapped.
+        """Cleans up after interrupted calls and marks blocks whose pages are unmapped as free.
 
         May be called again after an exception: every step is idempotent.
         """
@@ -331,7 +331,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         self._going = [block for block in self._going if not self._is_over(block)]
 
     def _is_over(self, block: _Block) -> bool:
-        """Returns true, and marks the block as free, if its pages are unmapped."""
+        """Returns whether the block's pages are unmapped; if so, marks the block as free."""
         if not block.free and not block.unmapping.done():
             return False
         if not block.free:

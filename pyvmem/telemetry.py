@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""Exports the counters of caches to Prometheus, OpenTelemetry and `vmem watch`.
+"""Exports caches' counters to Prometheus, OpenTelemetry and `vmem watch`.
 
     telemetry = Telemetry()
     telemetry.add(cache, "llama")
 
     telemetry.text()                        # Prometheus text; needs no package
     telemetry.serve(9464)                   # over HTTP: /metrics as text, /caches as JSON
-    prometheus_client.REGISTRY.register(telemetry)      # or among an engine's own metrics
+    prometheus_client.REGISTRY.register(telemetry)      # or alongside an engine's own metrics
     telemetry.instrument(opentelemetry.metrics.get_meter("pyvmem"))
 
 The values come from `CacheStats` and are read on demand, so a cache that is not scraped has no
-overhead. Caches are held weakly; closed caches are no longer reported.
+overhead. Caches are held by weak reference; closed caches are no longer reported.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _SHORTEST, _LONGEST = 10, 34  # buckets cover waits from 1 us to 17 s
-_SAME_S = 0.05  # all instruments of a collection share values at most this old
+_SAME_S = 0.05  # all instruments in one collection share values that are at most this old
 _PREFIX = "pyvmem_"
 
 
@@ -52,7 +52,7 @@ class _Context(Protocol):
 
 
 class _Cache(Protocol):
-    """The interface that `Telemetry` needs; all caches of `pyvmem.kvcache` implement it."""
+    """The interface that `Telemetry` needs; all caches in `pyvmem.kvcache` implement it."""
 
     @property
     def context(self) -> _Context: ...
@@ -62,7 +62,7 @@ class _Cache(Protocol):
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample of a family: name suffix, labels, value."""
+    """One sample of a family: name suffix, labels and value."""
 
     suffix: str
     labels: Mapping[str, str]
@@ -277,7 +277,7 @@ class Telemetry:
         return f"<Telemetry of {', '.join(map(repr, list(self._caches))) or 'no cache'}>"
 
     def add(self, cache: _Cache, name: str = "0") -> None:
-        """Reports a cache from now on, under the label ``cache="name"``.
+        """Starts reporting a cache, under the label ``cache="name"``.
 
         Raises:
             InvalidArgument: another open cache has this name, or the name contains a lone
@@ -298,7 +298,7 @@ class Telemetry:
             self._caches[name] = weakref.ref(cache)
 
     def _living(self, read: Callable[[_Cache], _T]) -> list[tuple[str, _Cache, CacheStats, _T]]:
-        """Returns open caches with their stats and the result of `read`; drops closed caches."""
+        """Returns each open cache with its stats and the result of `read`; drops closed ones."""
         found = []
         for name, ref in list(self._caches.items()):
             cache = ref()
@@ -396,7 +396,7 @@ class Telemetry:
                 make(name, callbacks=[observe(family.name, suffix)], description=family.help)
 
     def _recent(self) -> tuple[Family, ...]:
-        """Returns `families`, cached so that all instruments of a collection share the values."""
+        """Returns `families`, cached so that all instruments in a collection see the same data."""
         when, families = self._seen
         now = time.monotonic()
         if now - when > _SAME_S:
@@ -407,7 +407,7 @@ class Telemetry:
     # ---- for vmem watch --------------------------------------------------------------------------
 
     def caches(self) -> dict[str, Any]:
-        """Returns each cache's statistics, and its slots if it has `snapshot`, as data for JSON."""
+        """Returns each cache's statistics, and its slots if it has `snapshot`, ready for JSON."""
 
         def slots(cache: _Cache) -> list[SlotInfo]:
             snapshot: Callable[[], list[SlotInfo]] | None = getattr(cache, "snapshot", None)
@@ -429,7 +429,7 @@ class Telemetry:
         """Serves ``/metrics`` (Prometheus) and ``/caches`` (JSON, for `vmem watch`) over HTTP.
 
         Args:
-            port: the TCP port; 0: any free port (see `Server.port`).
+            port: the TCP port; 0 for any free port (see `Server.port`).
             address: the address to listen on; the default accepts only local connections. There is
                 no authentication.
 

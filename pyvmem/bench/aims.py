@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Computes the key figures from the rows and compares each with its aim.
 
-The aims are stated for the `stock` back end on an H100 or H200. A value is computed whenever its
-rows exist; `applies` tells whether it may be compared with the aim. Ratios of single calls use
-`net` times, where the estimated cost of an empty call favors the baseline (setting.Overheads);
-absolute times are as measured from Python.
+The aims apply to the `stock` back end on an H100 or H200. A value is computed whenever its rows
+exist; `applies` says whether it may be compared with the aim. Ratios of single calls use `net`
+times, which subtract an estimate of an empty call's cost that favors the baseline
+(setting.Overheads); absolute times are as measured from Python.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _GPUS = ("H100", "H200")
 
 
 def compute(record: Record, system: str) -> list[dict[str, Any]]:
-    """Computes all aims; an aim with missing rows has no value and names the first of them."""
+    """Computes all aims; an aim with missing rows has no value and names the first missing row."""
     aims = Aims(record, system)
     _single_pages(aims)
     _steps(aims)
@@ -34,7 +34,7 @@ def compute(record: Record, system: str) -> list[dict[str, Any]]:
 
 
 class Aims:
-    """The aims of a record; `applies` is true if its machine and back end have aims."""
+    """The aims of a record; `applies` is true if there are aims for its machine and back end."""
 
     def __init__(self, record: Record, system: str) -> None:
         self.record, self.system = record, system
@@ -58,8 +58,8 @@ class Aims:
     ) -> None:
         """Adds an aim whose value is `value(*rows)`.
 
-        If `op` is None, there is no target. `unless` says why the rows cannot be compared, or is
-        "" if they can.
+        If `op` is None, there is no target. `unless` says why the rows cannot be compared; it is ""
+        if they can.
         """
         found = [self.record.row(r) for r in rows]
         missing = [r for r, row in zip(rows, found, strict=True) if row is None]
@@ -278,10 +278,10 @@ def _attention(aims: Aims) -> None:
 
 
 def _over_baselines(ours: int) -> Callable[..., float]:
-    """Returns a function that divides the median of the vmem buffers by that of the baselines.
+    """Returns a function that divides the vmem buffers' median by the baselines' median.
 
-    The function takes the rows of all buffers, with the `ours` vmem buffers first, and uses the
-    median of each group's medians.
+    The function takes one row per buffer, the first `ours` of them for vmem buffers, and takes the
+    median of the row medians in each group.
     """
 
     def value(*rows: Any) -> float:

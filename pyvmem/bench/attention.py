@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Measures unmodified attention kernels and a plain read, over vmem pages and cudaMalloc memory.
+"""Measures unmodified attention kernels and a plain read on vmem pages and cudaMalloc memory.
 
 Memory placement alone changes a kernel's time by several percent, so the baseline is allocated
 several times and the spread is reported with the ratio. Every buffer holds the same values, and the
@@ -58,7 +58,7 @@ _Call = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 
 
 def _why_not(setting: Setting) -> str:
-    """Returns why this machine cannot measure these rows; "" if it can."""
+    """Returns the reason this machine cannot measure these rows, or "" if it can."""
     try:
         import torch
     except ImportError as error:
@@ -180,7 +180,7 @@ def _sdpa(case: _Case, device: torch.device) -> _Call:
 
 
 def _fa3(source: Path | None, device: torch.device) -> Callable[[_Case], _Call]:
-    """Returns a function that prepares a case for FlashAttention-3. Raises as `fa3.load` does."""
+    """Returns a function that prepares a FlashAttention-3 case. Raises what `fa3.load` raises."""
     import torch
 
     op = fa3.load(source, device)

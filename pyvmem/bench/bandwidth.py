@@ -17,7 +17,7 @@ _Turn = Callable[[], None]
 
 
 def run(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """Times allocation from a warm pool: create and map, page by page and in one batch."""
+    """Times allocating (creating and mapping) from a warm pool, page by page and in one batch."""
     n = setting.native
     total = setting.count(256 * MB, 4 * MB)
     base = n.reserve(total)

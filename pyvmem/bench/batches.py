@@ -53,7 +53,7 @@ def run(setting: Setting, part: Part, deadline: Deadline) -> None:
 
 
 def _apart(n: Native, page: int) -> list[int]:
-    """Returns pages that are not physically adjacent: every second page of a sequence."""
+    """Returns pages that are not physically adjacent: every other page of a sequence."""
     made = [n.create(page, page) for _ in range(2 * _PAGES)]
     for handle in made[1::2]:
         n.release(handle)
@@ -78,7 +78,7 @@ def _rows(setting: Setting, book: Book, how: str, page: int, note: str) -> tuple
 
 
 def _driver_calls(n: Native, map_ops: Any, unmap_ops: Any) -> str:
-    """Counts the driver calls that the two batches make, by running each once."""
+    """Runs each of the two batches once and counts its driver calls."""
     before = n.stats()
     n.batch(map_ops)
     n.batch(unmap_ops)
@@ -110,7 +110,8 @@ def _contiguous(setting: Setting, book: Book, base: int, page: int, handle: int)
 
 def _scattered(setting: Setting, book: Book, base: int, page: int, pages: list[int]) -> _Turn:
     n = setting.native
-    # The pages are not adjacent in memory, and gaps separate the addresses, so nothing can merge.
+    # The pages are not adjacent in memory, and gaps separate the addresses, so nothing can be
+    # merged.
     map_ops = n.ops(
         [
             {"op": MAP, "addr": base + 2 * i * page, "bytes": page, "handle": handle}

@@ -2,7 +2,7 @@
 """Creates torch tensors with the same contents in several kinds of memory.
 
 The kinds are buffers that torch allocates separately (with cudaMalloc on a GPU), small pages in
-random physical order, and small pages in one run.
+random physical order, and small pages that form one run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def malloc_names() -> list[str]:
 
 
 def vmem_names() -> list[str]:
-    """Returns the names of the buffers in vmem pages."""
+    """Returns the names of the buffers on vmem pages."""
     return [*(f"random{i}" for i in range(_SHUFFLES)), "runs"]
 
 
@@ -53,7 +53,7 @@ class Buffers:
         pads: list[torch.Tensor] = []
         for i, name in enumerate(malloc_names()):
             self.tensors[name] = torch.empty(nbytes // 2, dtype=torch.bfloat16, device=device)
-            # Allocate an odd size after each, so that the baselines' alignments differ.
+            # Allocate an odd size after each, so that the baselines are aligned differently.
             pads.append(torch.empty((37 * (i + 1)) << 20, dtype=torch.uint8, device=device))
         first = self.tensors["malloc0"]
         first.normal_(generator=torch.Generator(device=device).manual_seed(1))
@@ -101,7 +101,7 @@ class Buffers:
         return tensor
 
     def close(self) -> None:
-        """Frees all memory, including torch's cache; no view of a tensor may be alive."""
+        """Frees all memory, including torch's cache; no views of the tensors may be alive."""
         import torch
 
         self._finish()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Measures mapping while a kernel fills every multiprocessor of the GPU with threads.
 
-Each round maps and unmaps pages while the GPU is idle, and again under a kernel that runs many
-times longer than the calls take. After the calls, the benchmark checks that the kernel is still
-running; if it is not, a call waited for it, and the part's notes say so.
+Each round maps and unmaps pages while the GPU is idle, and again while a kernel runs for many times
+as long as the calls take. After the calls, the benchmark checks that the kernel is still running;
+if it is not, a call waited for it, and the part's notes say so.
 
 A cache's calls are also timed while the last kernel of a just-freed request still runs, to show
 what they cost the caller.
@@ -26,7 +26,7 @@ __all__ = ["run"]
 
 
 def run(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """Times mapping existing pages without zeroing, and the calls of a cache.
+    """Times mapping existing pages without zeroing, and a cache's calls.
 
     Our pages are `Setting.single` bytes, cuMem's are 2 MB.
     """
@@ -98,7 +98,7 @@ def run(setting: Setting, part: Part, deadline: Deadline) -> None:
 
 
 class _Busy:
-    """One system's turn: maps, then unmaps, each while a kernel runs (0 `seconds`: no kernel)."""
+    """One system's turn: maps, then unmaps, each while a kernel runs (none if `seconds` is 0)."""
 
     def __init__(
         self,

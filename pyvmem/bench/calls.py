@@ -32,7 +32,7 @@ _OPS = {
     "release": "release",
     "unmap_release": "unmap and release in one call",
 }
-_RANGE = 64 * MB  # size of the timed reservations
+_RANGE = 64 * MB  # size of each timed reservation
 
 _Book = dict[str, Samples]
 
@@ -85,7 +85,7 @@ class _Ours:
         self._release(_page(book, "unmap_release"))
 
     def cold_turn(self) -> None:
-        """Creates a page while the pool is empty, so that the driver has to allocate a slab."""
+        """Creates a page while the pool is empty, which forces the driver to allocate a slab."""
         n = self.n
         n.trim()
         args = [(n.vm, self.page, self.dirty, self.handles)]

@@ -96,7 +96,7 @@ def _parts(text: str) -> list[str]:
 
 
 def add_parser(sub: Any) -> None:
-    """Adds `bench` with its benchmarks to the subparsers `sub`."""
+    """Adds `bench` and its benchmarks to the subparsers `sub`."""
     bench = sub.add_parser("bench", help="benchmarks")
     which = bench.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
     _add_api(which)
@@ -116,7 +116,7 @@ def add_parser(sub: Any) -> None:
 
 def _add_missing(which: Any, name: str) -> None:
     """Adds a stub for a benchmark that is not installed; the stub says how to install it."""
-    # Without prefix characters, options parse as positional arguments, so none are rejected.
+    # Without prefix characters, options are parsed as positional arguments, so none are rejected.
     parser = which.add_parser(name, help="not installed", add_help=False, prefix_chars="\0")
     parser.add_argument("arguments", nargs="*")
     parser.set_defaults(run=_missing)
@@ -172,7 +172,7 @@ def measure(
 ) -> None:
     """Runs the parts; if one fails, records its error and continues with the next.
 
-    `after` is called with each finished part. The cost of empty calls is always measured first.
+    `after` is called with each finished part. The cost of an empty call is always measured first.
     """
     start = time.monotonic()
     for name in ("noop", *names):

@@ -20,7 +20,7 @@ _FILE = "_vllm_fa3_C.abi3.so"
 
 
 def load(source: Path | None, device: torch.device) -> Any:
-    """Loads the op from a shared object, or from a wheel that contains one; it stays loaded.
+    """Loads the op from a shared object or a wheel that contains one; it is never unloaded.
 
     Raises:
         ValueError: the file does not exist, or the device is not a GPU.
@@ -68,7 +68,7 @@ def call(
         starts: index in `q` of each request's first token, then the total; int32 ``[requests +
             1]``.
         used: number of rows per request, int32 ``[requests]``.
-        max_q, max_kv: maximum number of new tokens and of rows per request.
+        max_q, max_kv: maximum number of new tokens, and of rows, in any request.
         table: each request's blocks, int32 ``[requests, blocks per request]``.
         splits: number of parts into which a request's rows are divided; 0 lets the op choose.
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
 """Copies scattered pages to host memory and back, as KV offloading and `KVCache.swap_out` do.
 
-Runs the kernel of `pyvmem.memory.host_copies` with different numbers of thread blocks, over plain
+Runs the kernel of `pyvmem.memory.host_copies` with different numbers of thread blocks, on plain
 addresses and pinned host memory. Times come from GPU events around the copy, so they include
 sending the descriptors to the GPU. On the CPU, memcpy makes the same copies. For comparison,
-libvmem's own copies of the whole range, the fallback if the kernel is not available, are timed with
-the host's clock.
+libvmem's own copies of the whole range, which are the fallback when the kernel is not available,
+are timed with the host clock.
 """
 
 from __future__ import annotations

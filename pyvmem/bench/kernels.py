@@ -131,7 +131,7 @@ class Kernels:
 
     @property
     def running(self) -> bool:
-        """True while a started kernel has not finished."""
+        """True until every kernel that was started has finished."""
         (error,) = self.cuda.driver.cuStreamQuery(self.stream)
         if error == self.cuda.driver.CUresult.CUDA_ERROR_NOT_READY:
             return True
@@ -139,7 +139,7 @@ class Kernels:
         return False
 
     def wait(self) -> None:
-        """Waits until the started kernels have finished."""
+        """Waits until every kernel that was started has finished."""
         self.cuda.call(self.cuda.driver.cuStreamSynchronize, self.stream)
 
     def chunk(self) -> int:

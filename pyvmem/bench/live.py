@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Measures 1 k to 1 M live pages: time per call, kernel memory and teardown time.
+"""Measures time per call, kernel memory and teardown time with 1 k to 1 M live pages.
 
 There are two patterns. In *runs*, as in prefill, a batch maps 64 pages in each of 4 tensors for one
 request. In *decode*, 256 requests grow page by page: a batch maps one page in each of 4 tensors for
@@ -29,11 +29,11 @@ __all__ = ["LEVELS", "run"]
 
 _NAMES = {1 << 10: "1k", 10 << 10: "10k", 100 << 10: "100k", 400 << 10: "400k", 1 << 20: "1M"}
 _KEEP_ALL = (1 << 64) - 1
-_SAFE_POINT = 128 << 10  # pages mapped between two joins
+_SAFE_POINT = 128 << 10  # pages mapped between joins
 
 
 def level_name(pages: int) -> str:
-    """Formats a number of pages for the names of rows: 1024 -> "1k"."""
+    """Formats a number of pages for use in row names: 1024 -> "1k"."""
     return _NAMES.get(pages, str(pages))
 
 
@@ -188,7 +188,7 @@ class _Spent:
         self.times = self.calls = self.ns = 0
 
     def join(self, n: Native, base: int, nbytes: int) -> None:
-        """Joins everything, as at a safe point."""
+        """Joins everything, as an engine would at a safe point."""
         start = time.perf_counter_ns()
         self.calls += n.join(base, nbytes)
         self.ns += time.perf_counter_ns() - start
@@ -228,7 +228,7 @@ def _grow(
 
 
 def _baseline(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """Measures cuMem* pages of 2 MB at the two lowest levels, if they fit in memory."""
+    """Measures 2 MB cuMem* pages at the two lowest levels, if they fit in memory."""
     m, cuda = setting.cumem, setting.cuda
     if m is None or cuda is None:
         part.not_run("cumem/*", setting.cuda_why)

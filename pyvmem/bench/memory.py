@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Estimates kernel memory as the memory that the system lost and no process gained.
+"""Estimates kernel memory as the memory that the system lost but no process gained.
 
 Two estimates are kept, since each has a blind spot:
 
@@ -40,11 +40,11 @@ class Delta:
     listed: int
     missing: int
     own: int
-    total: int  # growth of MemTotal, as hotplugged memory itself needs kernel memory
+    total: int  # growth of MemTotal: hotplugged memory itself takes up kernel memory
 
     @property
     def value(self) -> int:
-        """The larger estimate."""
+        """The larger of the two estimates."""
         return max(self.listed, self.missing)
 
 
@@ -59,7 +59,7 @@ class KernelMemory:
 
     @classmethod
     def now(cls) -> KernelMemory:
-        """Takes a reading after a pause, since the kernel frees some memory only later (RCU)."""
+        """Takes a reading after a pause, since the kernel delays freeing some memory (RCU)."""
         time.sleep(0.05)
         info, own = meminfo(), _own()
         listed = sum(info.get(name, 0) for name in _LISTED)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Raw cffi calls with prepared arguments, for the timed loops.
 
-The rest of the package calls C only through `pyvmem._native`. A benchmark through that layer would
-also time its checks, which take several times as long as a call that the pool serves. So the loops
-here call the extension module directly and check the results afterwards.
+The rest of the package calls C only through `pyvmem._native`. A benchmark that went through that
+layer would also time its checks, which take several times as long as a call served from the pool.
+So the loops here call the extension module directly and check the results afterwards.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Native:
         return self.ffi.new("uint64_t[]", count)
 
     def ops(self, wanted: Sequence[dict[str, int]]) -> Any:
-        """Returns an array of struct vmem_op with these fields set and all others 0."""
+        """Returns an array of struct vmem_op with the given fields set and all others 0."""
         array = self.ffi.new("struct vmem_op[]", len(wanted))
         for op, fields in zip(array, wanted, strict=True):
             for name, value in fields.items():

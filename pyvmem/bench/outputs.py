@@ -42,7 +42,7 @@ def document_of(out: Path) -> dict[str, Any]:
 
 
 def with_options(args: argparse.Namespace, run: Callable[[argparse.Namespace], int]) -> int:
-    """Runs a benchmark, then draws and reports what it wrote; returns its exit status."""
+    """Runs a benchmark, then draws and reports its result; returns its exit status."""
     wanted = args.report or args.plot
     if wanted is None:
         return run(args)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
 """The result of a run: measured rows, rows that were not run and why, and the result file.
 
-The format is described in benchmarks/README.md; `FORMAT` changes whenever a file's meaning does.
+The format is described in benchmarks/README.md; `FORMAT` changes whenever the meaning of a file
+changes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def _round(value: float) -> float:
 
 @dataclass
 class Part:
-    """A part of the benchmark, which can be selected by name, and its rows."""
+    """A part of the benchmark, selectable by name, with its rows."""
 
     name: str
     title: str
@@ -69,7 +70,7 @@ class Part:
             unit: the row's unit, a key of SCALES.
             overhead_ns: time of an empty call of this system, which `net` excludes.
             calls: number of calls that one sample covers.
-            note: further information for the reader.
+            note: additional information for the reader.
         """
         scale = SCALES[unit]
         entry = self._entry(row, what, system, unit, page=page, note=note)
@@ -112,7 +113,7 @@ class Part:
         self.missing.append({"id": f"{self.name}/{row}", "why": why})
 
     def find(self, row: str) -> dict[str, Any] | None:
-        """Returns the row with this name (without the part's name), or None."""
+        """Returns the row with this name (not including the part's name), or None."""
         wanted = f"{self.name}/{row}"
         return next((r for r in self.rows if r["id"] == wanted), None)
 
@@ -146,13 +147,13 @@ class Book:
         self._open: list[tuple[tuple[str, str, str], Samples, dict[str, Any]]] = []
 
     def samples(self, row: str, what: str, system: str, **fields: Any) -> Samples:
-        """Opens a row and returns its samples, which the caller fills; see `Part.time`."""
+        """Starts a row and returns its samples, for the caller to fill in; see `Part.time`."""
         samples = Samples()
         self._open.append(((row, what, system), samples, fields))
         return samples
 
     def close(self) -> None:
-        """Adds every row to the part, without its first round (the warm-up)."""
+        """Adds every row to the part, dropping its first round (the warm-up)."""
         for names, samples, fields in self._open:
             samples.drop_first_round()
             self.part.time(*names, samples, **fields)
@@ -217,7 +218,7 @@ class Record:
         }
 
     def write(self, path: Path) -> Path:
-        """Writes `path` (without samples) and, in its directory, raw/<the same name> (with them).
+        """Writes `path` without the samples, and raw/<same name> in its directory with them.
 
         Files are replaced atomically. Returns the path of the raw file.
         """

@@ -71,7 +71,7 @@ def _live_table(part: Part) -> str:
 
 
 def part_table(part: Part) -> str:
-    """Formats one part's tables: times, single numbers, and the rows not run."""
+    """Formats one part's tables: times, single numbers, and rows that were not run."""
     if part.name == "live" and part.rows:
         return "\n".join([_title(part), _live_table(part), *_rest(part)])
     blocks = [_title(part)]

@@ -26,7 +26,7 @@ NOT_MEASURED = 3
 
 
 def now() -> str:
-    """Returns the current time in the format of a record."""
+    """Returns the current time in the format that records use."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
@@ -43,7 +43,7 @@ def backends(device: int) -> list[dict[str, Any]]:
 def conducted(part: Part) -> Iterator[None]:
     """Records how a part ended and how long it took; an error fails only the part, not the run.
 
-    While the part runs, it is marked partial, in case the process is killed.
+    While it runs, the part is marked partial in case the process is killed.
     """
     part.started, began = now(), time.monotonic()
     part.status, part.why = "partial", "it was interrupted"

@@ -86,7 +86,7 @@ class Setting:
         return Context(self.system, device=self.device, pool_high=pool_high)
 
     def missing_pages(self, part: Part, row: str) -> None:
-        """Records the paper's page sizes that our back end lacks as not run."""
+        """Marks the paper's page sizes that our back end does not support as not run."""
         for page in OUR_PAGES:
             if page not in self.pages:
                 part.not_run(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Measures the cost of mapping, per byte, and of creating and mapping pages from a warm pool."""
+"""Measures mapping cost per byte, and the cost of creating and mapping pages from a warm pool."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _run_turn(setting: Setting, handle: int, addr: int, size: int, samples: Samp
 
 
 def run_bytes(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """Maps 2 MB of existing memory, with access, in four ways.
+    """Maps 2 MB of existing memory, including access rights, in four ways.
 
     It is mapped page by page; as one run on a 2 MB boundary, where the driver may use one large
     entry; as one run off that boundary, where it cannot; and as one cuMem page.

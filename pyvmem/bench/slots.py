@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Measures what KV cache calls cost their caller, by number of slots.
+"""Measures what KV cache calls cost the caller, by number of slots.
 
 The caches have one K and one V tensor with 8 heads of 128 in float16 and pages of 64 KiB (32
 tokens), so that the number of slots dominates. All but a few slots are in use, every request has
-some tokens, and no page is shared. Calls are timed individually, and the caches of all sizes take
-turns.
+some tokens, and no page is shared. Calls are timed individually, alternating between the caches of
+all sizes.
 
 `step_async` is measured on its own cache, 8 requests over 64 tensors, since it does not depend on
 the number of slots: *cold* is the first batch after a pause, *warm* a later one. The pool is warm
@@ -32,7 +32,7 @@ _QUICK = (16, 64, 256)
 _HEADS, _HEAD_DIM, _ITEM = 8, 128, 2
 _ROW = _HEADS * _HEAD_DIM * _ITEM
 _SPARE = 4  # slots kept free
-_SEQ_PAGES = 64  # pages per tensor of a full slot
+_SEQ_PAGES = 64  # pages per tensor in a full slot
 _PAUSE_S = 0.002
 
 
@@ -103,7 +103,7 @@ class _Slots(Closable):
         self.cache = KVCache(_config(context, 1, count, pages), context)
 
     def fill(self) -> None:
-        """Allocates all slots but `_SPARE`."""
+        """Allocates all but `_SPARE` slots."""
         self.ids = [_alloc(self.cache) for _ in range(self.count - _SPARE)]
         self.lens = [self.rows // 2] * len(self.ids) + [0] * _SPARE
         _must(self.cache.step(self.lens), 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Measures what a KV cache step costs its caller.
+"""Measures what a KV cache step costs the caller.
 
 There are 256 requests of a model with 32 layers and 8 KV heads of 128 in bfloat16. A K and a V
 tensor per layer make 64 tensors; each row is 2 KB, so a page of 64 KB holds 32 tokens. An *event*
@@ -28,7 +28,7 @@ _ROW = _HEADS * _HEAD_DIM * _ITEM
 
 
 def run(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """Measures steps with zeroing (the default), without it, and mapping pages one at a time."""
+    """Measures steps with zeroing (the default) and without, and with one map call per page."""
     for zero_fill in (True, False):
         left = Deadline(deadline.left / (2 if zero_fill else 1))
         with setting.open(pool_high=_KEEP_ALL) as context:
@@ -45,7 +45,7 @@ def _one(
     n, book = Native(context), Book(part)
     page = 64 << 10 if 64 << 10 in context.info.page_sizes else min(context.info.page_sizes)
     layers, requests, needy = setting.count(32, 2), setting.count(256, 16), setting.count(8, 2)
-    # Use fewer tensors if the back end limits mappings (host): each page makes two pieces, one
+    # Use fewer tensors if the back end limits mappings (host): each page adds two segments, one
     # mapped and one not, and closing the cache needs two more.
     limit = context.info.max_segments or context.info.max_mappings
     while limit and layers > 1 and 4 * requests * 2 * layers > 0.7 * limit:
@@ -63,7 +63,7 @@ def _one(
         page_size=page,
         zero_fill=zero_fill,
         low_watermark=0.0,
-        growth_fraction=0.0,  # growth ahead of need would make an event map more than 512 pages
+        growth_fraction=0.0,  # surplus pages would make an event map more than 512
     )
     events = _events(setting, context, requests * tensors, needy * tensors)
     pages = requests * tensors + (2 * events + 1) * needy * tensors

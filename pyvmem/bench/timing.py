@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Clocks, percentiles and rounds, used for all measurements.
+"""Clocks, percentiles and rounds, shared by all measurements.
 
 A *sample* is the time of one call, or of one block of calls divided by their number, in
 nanoseconds. Samples are collected in rounds; in a round every system takes its turn, and the order
@@ -113,7 +113,7 @@ def summarize(samples: Samples) -> Summary:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Disables Python's garbage collector while the block is timed."""
+    """Disables Python's garbage collector within a timed block."""
     was = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -144,7 +144,7 @@ def time_each(fn: Callable[..., T], args: Iterable[tuple[Any, ...]], into: list[
 def time_block(fn: Callable[..., T], args: Iterable[tuple[Any, ...]], into: list[float]) -> list[T]:
     """Times all calls together and adds one sample, the mean time per call.
 
-    It is meant for calls of about 1 us, which are too short to be timed individually.
+    Meant for calls of about 1 us, which are too short to time individually.
     """
     clock = time.perf_counter_ns
     args = list(args)
@@ -155,7 +155,7 @@ def time_block(fn: Callable[..., T], args: Iterable[tuple[Any, ...]], into: list
 
 
 class Deadline:
-    """A time budget, which is not enforced: parts check it between rounds."""
+    """A time budget, which parts check between rounds; nothing enforces it."""
 
     def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -182,8 +182,9 @@ def interleave(
 ) -> int:
     """Runs every turn once per round, with the order rotated by one each round.
 
-    Stops before a round that would overrun the deadline if it took as long as the slowest so far,
-    but runs at least two (a warm-up and a counted round). Returns the number of rounds run.
+    Stops before a round that would overrun the deadline if it took as long as the slowest one so
+    far, but always runs at least two (a warm-up and a counted round). Returns the number of rounds
+    run.
     """
     slowest = 0.0
     for i in range(rounds):

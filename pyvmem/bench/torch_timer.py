@@ -14,10 +14,11 @@ __all__ = ["captured", "timer"]
 
 
 def captured(work: Callable[[], object], device: torch.device) -> tuple[Callable[[], object], str]:
-    """Captures `work` in a CUDA graph, to be replayed while the memory that it uses is alive.
+    """Captures `work` in a CUDA graph, which must not be replayed once memory it uses is freed.
 
     Returns:
-        A function that replays the graph, and ""; or `work` itself, and why it was not captured.
+        A function that replays the graph and ""; or, if `work` cannot be captured, `work` itself
+        and the reason.
     """
     import torch
 
@@ -36,7 +37,7 @@ def captured(work: Callable[[], object], device: torch.device) -> tuple[Callable
 
 
 def timer(device: torch.device) -> Callable[[Callable[[], object]], float]:
-    """Returns a function that times a call in ns: with events on a GPU, with a clock on the CPU."""
+    """Returns a function that times a call in ns, using events on a GPU and a clock on the CPU."""
     import torch
 
     if device.type == "cpu":

@@ -10,7 +10,7 @@ from pyvmem import _native
 
 __all__ = ["add_backend", "add_device", "ordinal"]
 
-_MOST = 1 << 16  # exclusive bound, far above the number of devices in any machine
+_MOST = 1 << 16  # exclusive upper bound, far above the number of devices in any machine
 
 
 def ordinal(text: str) -> int:

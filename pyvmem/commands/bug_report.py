@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """``vmem probe --report``: describes a machine for a bug report.
 
-The report contains versions, hardware, each back end's probe result, and relevant limits. It leaves
-out home directories, user and host names, and the serial numbers and UUIDs of GPUs.
+The report contains versions, hardware, each back end's probe result, and relevant limits. It omits
+home directories, user and host names, and GPU serial numbers and UUIDs.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _PARAMETERS = "/sys/module/nvidia_uvm/parameters"
 
 def scrub(text: str) -> str:
     """Replaces the user's home directory and GPU UUIDs in `text`."""
-    home = os.path.expanduser("~")  # "~" itself if the user has no home
-    if len(home) > 1:  # not "/"
+    home = os.path.expanduser("~")  # still "~" if the user has no home directory
+    if len(home) > 1:  # not just "/"
         text = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text)
     return re.sub(r"\b(?:GPU-)?[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b", "UUID", text)
 
@@ -69,7 +69,7 @@ def _nodes() -> str:
 
 
 def bug_report(results: Sequence[ProbeResult]) -> str:
-    """Returns the report in Markdown, for an issue."""
+    """Returns the report in Markdown, ready to paste into an issue."""
     machine: dict[str, Any] = describe()
     memory = machine["memory_bytes"] / 2**30
     commit = machine["commit"] or "unknown"
@@ -100,7 +100,7 @@ def bug_report(results: Sequence[ProbeResult]) -> str:
 
 
 def write(path: Path, results: Sequence[ProbeResult], device: int) -> int:
-    """Writes the report and a self-test of the back end in use; returns the exit status."""
+    """Writes the report, with a self-test of the back end in use; returns the exit status."""
     lines, status = [bug_report(results)], 1
     for one in results:
         if one.used:

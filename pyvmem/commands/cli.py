@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The ``vmem`` command. Each subcommand lives in its own module, imported on demand."""
+"""The ``vmem`` command. Each subcommand lives in its own module, which is imported on demand."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _COMMANDS = {
 
 _LIVE = ("top", "watch", "control")  # commands that run until interrupted
 
-# Packages that commands import lazily, and the extra of pyproject.toml that installs each.
+# Packages that commands import lazily, and the extra in pyproject.toml that installs each.
 _EXTRAS = {"torch": "torch", "numpy": "bench", "matplotlib": "plot", "rich": "serve"}
 
 
@@ -52,7 +52,7 @@ def whole_parser() -> argparse.ArgumentParser:
 
 
 def _parser(*commands: str | None) -> argparse.ArgumentParser:
-    """Returns a parser with the options of `commands`, and only a help line for the others."""
+    """Returns a parser with all options of `commands`, and just a help line for the others."""
     parser = argparse.ArgumentParser(
         prog="vmem", description="Fine-grained GPU virtual memory for KV caches."
     )
@@ -89,13 +89,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             args = _parser(command).parse_args(words)
             status: int = args.run(args)
         finally:
-            sys.stdout.flush()  # a full disk may be reported only now
+            sys.stdout.flush()  # a full disk may not be reported until now
     except ImportError as error:
         extra = _EXTRAS.get((error.name or "").partition(".")[0])
         which = f"; the extra pyvmem[{extra}] installs it" if extra else ""
         return _failed(command, f"a package is not installed: {error}{which}")
     except VMemError as error:
-        # Name the operation only for libvmem's calls, which have man pages.
+        # Name the operation only if it is a libvmem call, since those have man pages.
         call = f"{error.op}: " if error.op.startswith(("vMem", "vmem_")) else ""
         name = error.errno_name or type(error).__name__
         return _failed(command, f"{call}{name}: {error}")
@@ -130,7 +130,7 @@ def _unread() -> bool:
 
 
 def _drop_output() -> None:
-    """Discards buffered output; otherwise the interpreter tries to write it again at exit."""
+    """Discards buffered output, so that the interpreter does not retry writing it at exit."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``vmem completion``: generates a shell's completion script from the parsers."""
+"""``vmem completion``: generates a shell completion script from the parsers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import shtab
 
 __all__ = ["SHELLS", "add_parser", "run"]
 
-FILES = {  # where each shell looks for a command's completion script
+FILES = {  # where each shell looks for a command's script
     "bash": "~/.local/share/bash-completion/completions/vmem",
     "fish": "~/.config/fish/completions/vmem.fish",
     "zsh": "~/.zfunc/_vmem",

@@ -20,7 +20,7 @@ from pyvmem.plumbing.paths import existing_file
 __all__ = ["add_parser", "run"]
 
 _SOCKET = "control.sock"  # name of the socket in the ledgers' folder
-_LEAST = 16  # minimum length of a token, in characters
+_LEAST = 16  # minimum token length, in characters
 
 
 def add_parser(sub: Any) -> None:

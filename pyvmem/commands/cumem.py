@@ -3,7 +3,7 @@
 
 It shares no code with the `cuda` back end. Every function of cuda.bindings returns a tuple whose
 first item is the CUresult; `call` checks it and unwraps the rest. Importing this module does not
-need CUDA; `Cuda()` does, and raises `CudaUnavailable` with the reason if CUDA is not usable.
+require CUDA; `Cuda()` does, and raises `CudaUnavailable` with the reason if CUDA is not usable.
 
 Source: CUDA driver API, "Virtual Memory Management".
 """
@@ -59,7 +59,7 @@ class Cuda(Closable):
         self._open = True
 
     def call(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Calls `fn` and checks its status; returns its result, or a tuple if it has several."""
+        """Calls `fn` and checks its status; returns its result, or a tuple if there are several."""
         error, *results = fn(*args)
         self.check(fn.__name__, error)
         if not results:
@@ -121,7 +121,7 @@ class CuMem:
 
     @cached_property
     def page(self) -> int:
-        """Smallest allocation in bytes, as the driver reports it; 2 MB on every GPU so far."""
+        """The smallest allocation in bytes, as reported by the driver; 2 MB on every GPU so far."""
         d = self.driver
         minimum = d.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         return int(self.cuda.call(d.cuMemGetAllocationGranularity, self.prop, minimum))

@@ -49,7 +49,7 @@ def _cpu() -> str:
 
 
 def meminfo() -> dict[str, int]:
-    """Returns /proc/meminfo in bytes, without entries that have no unit."""
+    """Returns the entries of /proc/meminfo that have a unit, in bytes."""
     values = {}
     with open("/proc/meminfo", encoding="ascii") as lines:
         for line in lines:

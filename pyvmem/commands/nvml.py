@@ -61,7 +61,7 @@ class Cards:
             library.nvmlShutdown()
 
     def card(self, uuid: str) -> Card | None:
-        """Returns the GPU with this UUID, as ``nvidia-smi -L`` prints it; None if unknown."""
+        """Returns the GPU with this UUID, as printed by ``nvidia-smi -L``, or None if unknown."""
         library, handle, memory = self._library, ctypes.c_void_p(), _Memory()
         name = ctypes.create_string_buffer(_NAME_SIZE)
         if library is None or library.nvmlDeviceGetHandleByUUID(

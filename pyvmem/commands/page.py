@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Renders a run as one self-contained HTML file: machine, command, tables, pictures and raw data.
 
-Every benchmark and ``vmem selftest`` write it with ``--report FILE``; ``--plot FILE`` draws only
-the pictures. The page does not load other files or run scripts; its last link is the run's JSON.
+Every benchmark, and ``vmem selftest``, writes one with ``--report FILE``; ``--plot FILE`` draws
+only the pictures. The page loads no other files and runs no scripts; its last link is the run's
+JSON.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def _said(value: Any) -> str:
 
 
 def _flat(value: Any, name: str = "") -> Iterable[tuple[str, Any]]:
-    """Flattens nested objects into pairs of a name and a plain value."""
+    """Flattens nested objects into pairs of a name and a scalar value."""
     if isinstance(value, Mapping):
         for key, one in value.items():
             yield from _flat(one, f"{name} {key}".strip())
@@ -81,7 +82,7 @@ def _size(row: Row) -> str:
 
 
 def _rows(rows: Sequence[Row]) -> str:
-    """Returns a table with a line for each row: its median and percentiles, or its value."""
+    """Returns a table with a line for each row: median and percentiles, or a single value."""
     heads = ("what", "system", "page", "unit", "median or value", "p90", "p99", "note")
     return _table(
         heads,
@@ -110,7 +111,7 @@ def _shown(part: Document) -> dict[str, list[Row]]:
 
 
 def _bars(axes: Any, rows: Sequence[Row], title: str, unit: str) -> None:
-    """Draws each row as a bar up to its median and a line from there to its 99th percentile."""
+    """Draws each row as a bar up to its median, then a line from there to its 99th percentile."""
     systems = list(dict.fromkeys(row["system"] for row in rows))
     places = range(len(rows))
     timed = "median" in rows[0]
@@ -167,7 +168,7 @@ def picture(parts: Iterable[Document], kind: str = "svg") -> bytes | None:
     from matplotlib.figure import Figure
 
     settings: Any = {
-        "svg.hashsalt": "vmem",  # fixed, so that the file is reproducible
+        "svg.hashsalt": "vmem",  # fixed, to make the file reproducible
         "font.size": 8,
         "axes.spines.top": False,
         "axes.spines.right": False,
@@ -199,7 +200,7 @@ def _inline(part: Document) -> str:
 
 
 def _aim(aim: Document) -> tuple[Any, ...]:
-    """Formats an aim and, if it applies to the machine, whether it was met."""
+    """Formats an aim and, if it applies to this machine, whether it was met."""
     bound = aim.get("aim")
     wanted = "" if bound is None else f"{aim['op']} {number(bound)}"
     judged = wanted and aim.get("applies") and aim.get("pass") is not None

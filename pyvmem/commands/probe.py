@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ProbeResult", "add_parser", "probe", "run"]
 
-_PRINTED = Path("-")  # value of a --report given without a file
+_PRINTED = Path("-")  # value of --report when it is given without a file
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class ProbeResult:
 
     Attributes:
         backend: name of the back end.
-        usable: whether a context was opened, and a page mapped, written, read and unmapped.
+        usable: whether a context could be opened and a page mapped, written, read and unmapped.
         used: whether ``"auto"`` uses this back end.
         error: positive errno of the failure; 0 if usable.
         error_name: symbol of `error`.
@@ -34,7 +34,7 @@ class ProbeResult:
         page_sizes: page sizes in bytes, ascending.
         driver: the driver's version.
         device_name: name of the requested device.
-        reason: why the back end is not usable, or the result of the test.
+        reason: why the back end is not usable; otherwise the result of the test.
     """
 
     backend: str
@@ -50,7 +50,7 @@ class ProbeResult:
 
 
 def probe(device: Any = 0) -> list[ProbeResult]:
-    """Tries every back end, in the order in which ``"auto"`` tries them; leaves none open.
+    """Tries every back end, in the same order as ``"auto"``; leaves none open.
 
     Args:
         device: CUDA ordinal, torch.device or cuda.core Device.

@@ -12,7 +12,7 @@ from pyvmem.commands.terminal import columns
 
 __all__ = ["number", "table"]
 
-_LEAST = 16  # minimum width of a column of wrapped text
+_LEAST = 16  # minimum width of a column whose text is wrapped
 
 
 def number(value: Any) -> str:
@@ -42,13 +42,13 @@ def table(
     width: float | None = None,
     rule: bool = True,
 ) -> str:
-    """Formats rows as columns; the first `left` columns are flush left, the others flush right.
+    """Formats rows as a table; the first `left` columns are left-aligned, the rest right-aligned.
 
     Args:
-        width: the output's width; None: the terminal's, if standard output is a terminal. If the
+        width: the output's width; None for the terminal's, if standard output is a terminal. If the
             table is wider, text is wrapped within its column, the widest column first; if that is
-            not enough, the columns are printed in blocks one below the other, each of which starts
-            with the first column.
+            not enough, the columns are printed in several blocks, one below the other, each
+            starting with the first column.
         rule: whether to draw a line below the header.
     """
     room = columns() if width is None else width

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Output to a terminal: its width, its colors, and text that is redrawn in place."""
+"""Terminal output: width, colors, and text that is redrawn in place."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _PAINT = re.compile(r"\x1b\[\d*m")
 
 
 def columns(file: TextIO | None = None) -> float:
-    """Returns a terminal's width; infinity for files and pipes, whose lines are not cut."""
+    """Returns a terminal's width; infinity for files and pipes, whose lines are not truncated."""
     return shutil.get_terminal_size().columns if (file or sys.stdout).isatty() else math.inf
 
 
 def has_colour(file: TextIO | None = None) -> bool:
-    """Returns true for a terminal that has colors, unless NO_COLOR is set."""
+    """Returns true for a terminal that supports colors, unless NO_COLOR is set."""
     return (
         (file or sys.stdout).isatty()
         and not os.environ.get("NO_COLOR")
@@ -43,10 +43,10 @@ def painted(text: str, colour: str) -> str:
 class Live(Scoped):
     """Text that is redrawn in place; its last version stays on the screen. Thread-safe.
 
-    Lines are cut at the terminal's width. Lines that do not fit on the screen are left out: they
-    would make the terminal scroll, and text that has scrolled away cannot be redrawn. Lines that
-    the program prints in the meantime appear above the text. If the output is not a terminal, only
-    the last text is printed.
+    Lines are truncated at the terminal's width. Lines that do not fit on the screen are left out:
+    they would make the terminal scroll, and text that has scrolled away cannot be redrawn. Lines
+    that the program prints in the meantime appear above the text. If the output is not a terminal,
+    only the last text is printed.
     """
 
     def __init__(self, file: TextIO | None = None) -> None:
@@ -74,7 +74,7 @@ class Live(Scoped):
         self._write(f"\x1b[?25h{self._above.rest}")
 
     def show(self, text: str, above: str = "") -> None:
-        """Replaces the text; prints the lines `above` above it, permanently."""
+        """Replaces the text; prints `above`, whole lines that stay on the screen, above it."""
         with self._lock:
             self._text = text
             if not self.is_terminal:
@@ -114,7 +114,7 @@ class _Above(io.TextIOBase):
 
 
 def _cut(line: str, width: int) -> str:
-    """Cuts a line to `width` characters, not counting color codes."""
+    """Truncates a line to `width` characters, not counting color codes."""
     room, kept, at = width, [], 0
     for paint in _PAINT.finditer(line):
         kept += [line[at : min(paint.start(), at + room)], paint.group()]

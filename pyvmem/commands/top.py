@@ -82,7 +82,7 @@ def folder_of(args: argparse.Namespace) -> Path:
 
 
 def seconds(text: str) -> float:
-    """Parses a command-line interval in seconds."""
+    """Parses an interval in seconds from the command line."""
     with contextlib.suppress(ValueError):
         if 0 < (value := float(text)) <= MOST_SECONDS:
             return value
@@ -118,7 +118,7 @@ def _host() -> Card | None:
 
 
 def with_rates(now: Reading, before: Reading, passed: float) -> Reading:
-    """Adds the rates `maps_s` and `waits_s` since the previous reading."""
+    """Adds `maps_s` and `waits_s`, the rates since the previous reading."""
     old = {
         (device, one["identity"]): one for device, some in before.items() for one in some.engines
     }

@@ -26,7 +26,7 @@ _LEFT_OUT = (
     *("cached", "pid", "short", "in_use", "limit"),
 )
 _SUMS = ("mapped", "in_use", "cached", "host", "host_cached", "short")
-_OFFLOADING = ("host", "host_cached")  # shown if an engine has host memory
+_OFFLOADING = ("host", "host_cached")  # shown only if an engine has host memory
 _BYTES = (*_SUMS, "limit", "floor")
 _MARKS = (("#", GREEN), ("=", YELLOW), ("-", DIM))  # in use, cached, otherwise mapped
 _LEAST_BAR, _MOST_BAR = 12, 40
@@ -91,7 +91,7 @@ def drawn(reading: Reading, width: float = math.inf, colour: bool = False) -> st
 
 
 def _rows(some: Device) -> list[dict[str, Any]]:
-    """Returns the rows: engines, and their sum if there are several."""
+    """Returns a row for each engine, and one for their sum if there are several."""
     total = [{"engine": "total", **some.total()}] if len(some.engines) > 1 else []
     return [*some.engines, *total]
 
@@ -117,7 +117,7 @@ def _cell(key: str, value: Any) -> str:
 
 
 def _title(device: str, some: Device, width: float) -> str:
-    """Returns the device's line; the UUID is shortened on a narrow terminal."""
+    """Returns the line for the device itself; the UUID is shortened on a narrow terminal."""
     said = [some.card] if some.card else []
     if some.memory is not None:
         said.append(format_bytes(some.memory))
@@ -129,7 +129,7 @@ def _title(device: str, some: Device, width: float) -> str:
 
 
 def _bar(one: dict[str, Any], some: Device, width: int, paint: Callable[[str, str], str]) -> str:
-    """Draws an engine's share of the device's memory: in use, cached, otherwise mapped."""
+    """Draws an engine's share of the device's memory: in use, cached, and other mapped memory."""
     whole = max(some.memory or 0, some.total()["mapped"])
     if not whole:
         return ""

@@ -7,4 +7,4 @@ __all__ = ["BadUsage"]
 
 
 class BadUsage(ValueError):
-    """An argument is wrong; `vmem` reports it like an argparse error and exits with status 2."""
+    """An argument is invalid; `vmem` reports it like an argparse error and exits with status 2."""

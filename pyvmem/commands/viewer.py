@@ -8,7 +8,7 @@
     vmem watch 9464                                     # in another terminal
 
 Both draw `KVCache.stats` and `KVCache.snapshot`; the second reads them as JSON from a server, which
-by default accepts only local connections. Each row is a slot; each character stands for a number of
+accepts only local connections by default. Each row is a slot; each character stands for a number of
 the slot's pages in every tensor.
 """
 
@@ -89,8 +89,8 @@ def draw(caches: Mapping[str, Numbers], width: int = WIDTH, rows: int = 40) -> s
 
     Args:
         caches: the result of `Telemetry.caches`.
-        width: width of the frame in columns; with longer requests, a character stands for more
-            pages.
+        width: width of the frame in columns; the longer the requests, the more pages each character
+            stands for.
         rows: maximum number of slots drawn per cache.
     """
     if not caches:
@@ -107,7 +107,7 @@ def watch(
     """Draws a cache's pages from a thread while the ``with`` block runs.
 
     On a terminal the picture is redrawn; elsewhere (a file, a notebook) it is printed once, at the
-    end. Each picture costs one `stats` and one `snapshot`, under the cache's lock.
+    end. Each picture costs one `stats` and one `snapshot` call, under the cache's lock.
 
     Args:
         cache: a `KVCache`, or a cache with the same `stats` and `snapshot`.
@@ -165,7 +165,7 @@ def _url(where: str) -> str:
     full = f"127.0.0.1:{where}" if where.isdigit() else where
     url = full if found else f"http://{full}"
     try:
-        port = urllib.parse.urlsplit(url).port  # raises for a bad port
+        port = urllib.parse.urlsplit(url).port  # raises if the port is invalid
         urllib.request.Request(url)
     except ValueError as error:
         raise InvalidArgument(
@@ -192,7 +192,7 @@ def fetch(where: str) -> dict[str, Any]:
 
     Raises:
         OSError: no server answers.
-        InvalidArgument: `where` is malformed, or the server is not one that `Telemetry.serve` runs.
+        InvalidArgument: `where` is malformed, or the server was not started by `Telemetry.serve`.
     """
     url = _url(where)
     wrong = InvalidArgument(
@@ -202,7 +202,7 @@ def fetch(where: str) -> dict[str, Any]:
         with urllib.request.urlopen(f"{url}/caches", timeout=10) as answer:
             body = answer.read(MOST_BYTES + 1)
     except http.client.RemoteDisconnected:
-        raise  # an OSError
+        raise  # RemoteDisconnected is also an OSError
     except http.client.HTTPException as error:
         raise wrong from error
     if len(body) > MOST_BYTES:
@@ -238,7 +238,7 @@ def add_parser(sub: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draws once, or until interrupted or the watched program ends; returns the exit status."""
+    """Draws once, or until it is interrupted or the program exits; returns the exit status."""
     try:
         found = fetch(args.where)
     except OSError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The cache behind `pyvmem.compat.vattention`, and the length of each id."""
+"""The cache behind `pyvmem.compat.vattention`, and the length of each id's request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Manager", "OutOfKVBlocks", "close_retired"]
 
 
 class OutOfKVBlocks(OutOfMemory, RuntimeError):
-    """A step needs more pages than the cache has. It is also a RuntimeError, as in the artifact."""
+    """A step needs more pages than the cache has. Also a RuntimeError, as in the artifact."""
 
 
 # Caches that have ended and hold no memory, but whose addresses the program's tensors still use.
@@ -45,7 +45,7 @@ atexit.register(close_retired)
 
 
 class Manager:
-    """A cache whose caller may choose ids, and whose tensors exist before it has memory.
+    """A cache that lets its caller choose ids, and whose tensors exist before it has memory.
 
     Attributes:
         cache: the cache; it has its own context.
@@ -118,7 +118,7 @@ class Manager:
             self.cache.memory.for_request(None, length)  # raises if the length is out of range
             if not common.idle:
                 for index in range(len(self.lengths)):
-                    if not self.cache.slots.is_taken(index):  # an earlier call freed it, but failed
+                    if not self.cache.slots.is_taken(index):  # freed by an earlier, failed call
                         common.renew(index)
             reqid = min(common.idle, default=None)
         if reqid is None:
@@ -129,7 +129,7 @@ class Manager:
         return reqid
 
     def free(self, reqid: int) -> None:
-        """Frees a request's id; does nothing if the id is free."""
+        """Frees a request's id; does nothing if the id is already free."""
         index, last = operator.index(reqid), len(self.lengths) - 1
         if not 0 <= index <= last:
             raise invalid(
@@ -143,7 +143,7 @@ class Manager:
         self.lengths[index] = 0
 
     def free_blocks(self) -> int:
-        """Returns the number of KV blocks that are not needed for the requests' lengths."""
+        """Returns how many KV blocks the requests do not need at their current lengths."""
         total = self.cache.stats().total_pages // self.cache.layout.num_tensors
         return max(0, total - self._needed(self.lengths))
 
@@ -175,7 +175,7 @@ class Manager:
     def step(self, seq_lens: Sequence[int]) -> None:
         """Applies new lengths: frees ids of length 0, truncates, claims new ids, and maps pages.
 
-        Claiming and mapping are all or nothing.
+        Either all ids are claimed and all pages mapped, or none.
         """
         lengths = self._checked(seq_lens)
         claimed = []
@@ -211,7 +211,7 @@ class Manager:
         if self.common is not None:
             rows = max(rows, self.common.rows)
         if rows < self.cache.snapshot()[index].seq_len:
-            # does not copy pages, since the request's own pages are not shared
+            # copies nothing, since the request's own pages are not shared
             self.cache.truncate(index, rows)
         self.lengths[index] = length
 
@@ -223,7 +223,7 @@ class Manager:
                 self.cache.truncate(index, slot.seq_len)
 
     def map_ahead(self) -> None:
-        """Starts mapping one more token for each request; the next step reports any shortage."""
+        """Starts mapping room for one more token per request; the next step reports a shortage."""
         longest = self.cache.config.max_seq_len
         self.cache.step_async(
             [min(length + 1, longest) if length else 0 for length in self.lengths]
@@ -280,7 +280,7 @@ class Manager:
     def end(self) -> None:
         """Ends all requests and frees their memory; `close_retired` closes the cache.
 
-        If it fails, it may be called again.
+        May be called again if it fails.
         """
         if self.cache not in _retired:
             _retired.append(self.cache)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A drop-in replacement for torch_memory_saver, based on `VMemPool`.
+"""A drop-in replacement for torch_memory_saver, built on `VMemPool`.
 
 Trainers use torch_memory_saver to release idle memory:
 
@@ -24,7 +24,7 @@ Differences:
 - `cuda_graph` captures, but warns that the graph's own memory is not paused: torch allocates it
   during capture, when pages cannot be mapped and zeroed.
 - `pause` raises `Busy` for a tag whose region is active.
-- Driver errors raise exceptions and never kill the process. Contents stay in place or in their
+- Driver errors raise exceptions and never kill the process. Contents are kept, in place or in their
   backup.
 """
 
@@ -62,7 +62,7 @@ def _refuse(what: str) -> NoReturn:
 class TorchMemorySaver:
     """Regions of torch memory that can be paused. Thread-safe, as `VMemPool` is.
 
-    The first call that needs the pool opens it, on the context passed to `configure` or on a new
+    The first call that needs the pool opens it on the context passed to `configure`, or on a new
     context.
     """
 
@@ -80,7 +80,7 @@ class TorchMemorySaver:
         return f"<TorchMemorySaver {over}>"
 
     def configure(self, context: Context) -> None:
-        """Sets the context that pages come from. The caller closes it, after `close`.
+        """Sets the context that pages come from. The caller closes it after calling `close`.
 
         Raises:
             Busy: the pool is already open.
@@ -141,8 +141,8 @@ class TorchMemorySaver:
 
         Args:
             tag: names the region; several regions may have the same tag.
-            enable_cpu_backup: `pause` saves the contents in host memory, page-locked if possible.
-                Without a backup, `resume` maps zeros.
+            enable_cpu_backup: make `pause` save the contents in host memory, page-locked if
+                possible. Without a backup, the memory is zero after `resume`.
 
         Raises:
             Busy: the region is inside another, or its tag is paused.
@@ -193,7 +193,7 @@ class TorchMemorySaver:
             self._opened().pause(regions)
 
     def resume(self, tag: str | None = None) -> None:
-        """Maps the memory again at the same addresses, with the contents of the backup or zeros.
+        """Maps the memory again at the same addresses, with the backed-up contents or zeros.
 
         Raises:
             OutOfMemory: the device is short of memory; regions not yet resumed stay paused.
@@ -286,7 +286,7 @@ class TorchMemorySaver:
         tag: str = "default",
         enable_cpu_backup: bool = False,
     ) -> Iterator[None]:
-        """Captures as `torch.cuda.graph` does; a replay may use only tensors in resumed regions.
+        """Captures like `torch.cuda.graph`; a replay must not use tensors in paused regions.
 
         Warns that the graph's own memory is not paused: `tag` and `enable_cpu_backup` have no
         effect. The other arguments are those of `torch.cuda.graph`.
@@ -318,7 +318,7 @@ def configure_subprocess() -> Iterator[None]:
 
 
 torch_memory_saver = TorchMemorySaver()
-"""The process's only instance, as in the original."""
+"""The only instance in the process, as in the original."""
 
 
 def install() -> None:

@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: MIT
-"""A drop-in replacement for the vAttention artifact's Python module, based on `pyvmem.KVCache`.
+"""A drop-in replacement for the vAttention artifact's Python module, built on `pyvmem.KVCache`.
 
     import pyvmem.compat.vattention as vattention     # or, for an unmodified program:
     pyvmem.compat.vattention.install()                # before its own ``import vattention``
 
 Functions, argument order, tensor shapes and return values are those of the pybind11 module of
 github.com/microsoft/vattention (``vattention.cu``, ``apis.h``). As in the artifact, the state is
-global: a process has one cache from `init_kvcache` to `cleanup`, and may create another afterwards.
-A *KV block* is one page in every tensor.
+global: a process has one cache at a time, from `init_kvcache` to `cleanup`. A *KV block* is one
+page in every tensor.
 
 Deliberate differences:
 
-- Physical memory is identified by opaque, checked handles. A freed id's pages are unmapped after
-  its GPU work, and zeroed before another request gets them.
+- Physical memory is identified by opaque, checked handles. A freed id's pages are unmapped once its
+  GPU work is done, and zeroed before another request gets them.
 - Driver errors raise exceptions; they never kill the process. A step that runs out of memory maps
   nothing and raises `OutOfKVBlocks`, which is a RuntimeError, as in the artifact.
 - `alloc_new_batch_idx` uses best fit: of the free ids with enough mapped pages, it picks the one
   with the fewest; if none has enough, it picks the one with the most.
 - `step_async` waits for background work before it changes anything, and reclaims idle
   pages in the background when less than a tenth of the memory is free.
-- `cleanup` frees the memory immediately, and the addresses once no tensor over them is alive.
+- `cleanup` frees the memory immediately, and the addresses once no tensor that uses them is alive.
 - Pages may have any size that the back end supports, and the `max_context_length` rows of a request
   need not fill whole pages. If they do, the tensors are contiguous, as in the artifact. If not (the
   artifact rejects such shapes), the distance between two requests, ``stride(0)``, exceeds
@@ -28,7 +28,7 @@ Deliberate differences:
 - Any number of processes may use it, on any number of devices. The back end is "auto" unless
   `configure` or ``$VMEM_VATTENTION_BACKEND`` names another.
 
-After `cleanup` the tensors must not be accessed, since their memory is freed.
+The tensors must not be accessed after `cleanup`, since their memory has been freed.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _the() -> Manager:
 
 
 def install() -> ModuleType:
-    """Makes ``import vattention`` import this module.
+    """Makes ``import vattention`` find this module.
 
     Raises:
         Busy: another module of that name is already imported.
@@ -219,7 +219,7 @@ def alloc_new_batch_idx(seqlen: int) -> int:
 
 
 def free_batch_idx(reqId: int) -> None:  # the artifact's name
-    """Frees an id; its pages stay mapped for the next request. Ignores a free id."""
+    """Frees an id; its pages stay mapped for the next request. Does nothing if the id is free."""
     with _lock:
         _the().free(reqId)
 
@@ -239,7 +239,7 @@ def step(seq_lens: Sequence[int], eager_reclaim: bool) -> None:
     Args:
         seq_lens: number of tokens of each id. An id need not come from `alloc_new_batch_idx`. An id
             with 0 tokens is freed; an id with fewer tokens than before loses its last rows.
-        eager_reclaim: unmap the pages of free ids immediately.
+        eager_reclaim: whether to unmap the pages of free ids immediately.
 
     Raises:
         OutOfKVBlocks: there is not enough memory. InvalidArgument: the list has the wrong length,
@@ -263,14 +263,14 @@ def step_async(seq_lens: Sequence[int]) -> None:
 def map_common_pages(num_tokens: int) -> None:
     """Maps the same pages for the first `num_tokens` tokens of every id (e.g. a system prompt).
 
-    May be called once, before the first request. The pages hold zeros; id 0, which the next
+    May be called only once, before the first request. The pages hold zeros; id 0, which the next
     `alloc_new_batch_idx` returns, can write them until its request ends. All other ids have them
-    mapped read-only, each at its own address; a write there faults. The artifact maps them writable
-    for all ids, so these can overwrite each other's rows.
+    mapped read-only, each at its own address; a write there faults. The artifact makes them
+    writable through all ids, so requests can overwrite each other's rows.
 
     All rows of these pages are common; a request's own rows follow, and its length includes the
-    common rows. The pages stay mapped until `cleanup`: `free_batch_idx` frees only the request's
-    own pages, and now waits for its GPU work.
+    common rows. The pages stay mapped until `cleanup`: from now on, `free_batch_idx` frees only the
+    request's own pages, and waits for its GPU work.
 
     Args:
         num_tokens: number of common tokens; 0 does nothing.
@@ -290,7 +290,7 @@ def map_common_pages(num_tokens: int) -> None:
 
 
 def set_deferred_reclamation(val: bool) -> None:
-    """Sets whether idle pages stay mapped; if not, `step_async` unmaps all except the next id's."""
+    """Sets whether idle pages stay mapped; if not, `step_async` unmaps all but the next id's."""
     global _deferred
     _deferred = bool(val)
 

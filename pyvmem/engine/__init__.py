@@ -13,9 +13,10 @@
 return, `prefix` defines leases and namespaces, `config` the model's shape and the policy, and
 `background` the thread that runs slow calls.
 
-`INTERFACE` is the version of this interface: the major number changes when programs must change,
+`INTERFACE` is the version of this interface: the major number changes when programs have to change,
 the minor number when something is added. The interface is built on `KVCache`'s own calls
-(``alloc_reqid``, ``step``, ...), which are named as in the vAttention paper and remain available.
+(``alloc_reqid``, ``step``, ...), which keep the names from the vAttention paper and remain
+available.
 """
 
 from pyvmem.engine.cache import RequestCache

@@ -46,7 +46,7 @@ class _Queued:
     call: Callable[[], Any]
     future: CallFuture[Any]
     key: object
-    over: bool = False  # true once the call has run, even if the future's callbacks have not
+    over: bool = False  # true once the call has run, even if the future's callbacks are yet to run
 
     def make(self) -> None:
         if not self.future.set_running_or_notify_cancel():
@@ -57,7 +57,7 @@ class _Queued:
         except BaseException as error:
             self.over = True
             self.future.set_exception(error)
-            del self  # breaks the reference cycle between traceback and future
+            del self  # breaks the reference cycle between the traceback and the future
         else:
             self.future.set_result(result)
 
@@ -65,7 +65,8 @@ class _Queued:
 class Pending:
     """A request's record of a call that is queued on it.
 
-    Holds the call's future weakly; the queue keeps the future alive until the call has run.
+    Holds only a weak reference to the call's future; the queue keeps the future alive until the
+    call has run.
 
     Attributes:
         made: true once the call has run.
@@ -98,7 +99,7 @@ class Background:
         self._queue: deque[_Queued] = deque()
         self._now: _Queued | None = None
         self._turn = threading.Lock()  # held while running a call
-        self._maker = 0  # identifier of the thread that holds `_turn`; 0: none
+        self._maker = 0  # identifier of the thread that holds `_turn`; 0 if none does
 
     def begin(
         self,
@@ -109,9 +110,9 @@ class Background:
         """Queues `call`; the future gets its result or exception.
 
         Args:
-            call: the function to call, without arguments.
+            call: the function to call; it takes no arguments.
             key: the object it works on.
-            future: an unused future for the result; None: create one.
+            future: an unused future for the result; None to create one.
 
         Raises:
             RuntimeError: no thread could be started; the call is dropped.
@@ -131,7 +132,7 @@ class Background:
         # If calls are queued but none is running, `begin` may have been interrupted before it
         # started a thread.
         if self._queue and not self._turn.locked():
-            with suppress(RuntimeError):  # on failure, the next call's thread runs them
+            with suppress(RuntimeError):  # if this fails, the next call's thread runs them
                 start_new_thread(self._work, ())
         waiting = self._queue.copy()
         if any(one.key is key and not one.future.given_up for one in waiting):
@@ -140,7 +141,7 @@ class Background:
         return now is not None and now.key is key
 
     def close(self) -> None:
-        """Waits for the queued calls. If called from a future's callback, runs them itself.
+        """Waits for the queued calls; if called from a future's callback, runs them itself.
 
         Raises:
             Reentered: called by a finalizer during a call, or by the call itself.
@@ -192,13 +193,13 @@ class Background:
 
 
 def work_until_now(stream: Any, device: int | None) -> Any:
-    """Captures a stream's work so that another thread can use it later.
+    """Captures a stream's work in a form that another thread can use later.
 
-    torch's current stream is per thread, and the caller may close a file descriptor as soon as its
-    call returns.
+    torch's current stream is per thread, and a caller that passes a file descriptor may close it as
+    soon as its call returns.
 
     Args:
-        stream: in any form that `KVCache` accepts; None: the calling thread's current stream.
+        stream: in any form that `KVCache` accepts; None for the calling thread's current stream.
         device: the cache's CUDA ordinal; None for a cache on the host, which has no streams.
     """
     if work_of(stream).kind is Kind.FD:

@@ -33,21 +33,21 @@ __all__ = ["RequestCache"]
 
 _T = TypeVar("_T")
 
-_FEW = 16  # closed namespaces are removed when there are at least this many namespaces
+_FEW = 16  # closed namespaces are removed once there are at least this many namespaces
 
 
 class RequestCache(Closable):
     """Admits, grows, shares and preempts the requests of one cache.
 
-    A call that finds too little memory, too few slots or too few mappings returns a `Shortage`. Bad
-    input raises an error that names the value and the limit, and changes nothing. Thread-safe, like
-    the cache; calls, including background calls, run one at a time. Streams are passed as in
-    `KVCache`: None is the calling thread's current torch stream.
+    A call that does not find enough memory, slots or mappings returns a `Shortage`. Invalid input
+    raises an error that names the value and the limit, and changes nothing. Thread-safe, like the
+    cache; calls, including background calls, run one at a time. Streams are passed as in `KVCache`:
+    None is the calling thread's current torch stream.
 
     A call and the cache calls that it makes form one section of the cache's journal, which records
-    requests as well as slots. Therefore an asynchronous exception (Ctrl-C) leaves requests and
+    requests as well as slots. An asynchronous exception (Ctrl-C) therefore leaves requests and
     slots either both unchanged or both with all of the call's changes. If the interrupted call
-    cannot ensure that, the next call does.
+    cannot ensure this, the next call does.
 
     Args:
         cache: the cache that holds the requests, which may be changed only through this object. The
@@ -88,7 +88,7 @@ class RequestCache(Closable):
 
         Args:
             model: the model's shape: ``Model.of(model.config)``.
-            policy: see `Policy`; None: the defaults.
+            policy: see `Policy`; None for the defaults.
             backend: "auto" or a back end's name.
             device: CUDA ordinal, torch or cuda.core device.
 
@@ -122,11 +122,11 @@ class RequestCache(Closable):
             return found
 
     def match(self, prompt: Any, namespace: Namespace | None = None) -> Prefix:
-        """Leases a prompt's recorded prefix, without the last token, which must be computed.
+        """Leases a prompt's recorded prefix, excluding the last token, which must be computed.
 
         Args:
             prompt: token ids, in any form that `pyvmem.kvcache.TokenIds` allows.
-            namespace: the namespace to search; None: the default namespace.
+            namespace: the namespace to search; None for the default namespace.
 
         Raises:
             InvalidArgument: the tokens are invalid. BadHandle: the namespace is closed.
@@ -147,19 +147,20 @@ class RequestCache(Closable):
 
         The request then holds the prefix's rows (`Request.length`); the engine computes the rows
         after them. Pages for the remaining prompt and for `room` more tokens are mapped in the
-        background. An `extend` to that length succeeds if it is the next call; calls in between,
-        and other users of the device, may use up pages that are not mapped yet (see
+        background. An `extend` to that length succeeds if it is the very next call; calls in
+        between, and other users of the device, may take pages that are not mapped yet (see
         `KVCache.step_async`). Growth of running requests is not taken into account.
 
         Args:
             prompt: token ids, or their `Prefix`, whose lease ends when the request is admitted.
             namespace: as in `match`; ignored for a `Prefix`.
-            room: number of tokens after the prompt to map pages for, up to the end of the slot.
+            room: number of tokens beyond the prompt to map pages for, up to the end of the slot.
             stream: the stream that will read the prefix; it will wait for the work that wrote the
                 prefix.
             reserve: if False, this call still checks that everything fits now, but allocates only
                 the slot and the prefix; each `extend` then maps the pages it needs and may return a
-                `Shortage`. Use it for prompts that are computed in chunks while other requests end.
+                `Shortage`. Use this for prompts that are computed in chunks while other requests
+                finish.
 
         Returns:
             The request, or a `Shortage` if nothing was allocated; a `Prefix` then keeps its lease.
@@ -187,7 +188,7 @@ class RequestCache(Closable):
         *,
         reserve: bool = True,
     ) -> Future[Request | Shortage]:
-        """Runs `admit` in the background, since mapping a long prefix takes milliseconds.
+        """Runs `admit` in the background, because mapping a long prefix takes milliseconds.
 
         Raises the same errors as `admit` for a bad prompt, namespace or stream; other errors are
         set on the future.
@@ -248,7 +249,7 @@ class RequestCache(Closable):
     def begin(
         self, prompt: Prefix | int, namespace: Namespace | None = None, stream: Any = None
     ) -> Request | Shortage:
-        """Allocates only a slot, for a scheduler that decides what fits.
+        """Allocates only a slot, for schedulers that decide for themselves what fits.
 
         Maps at most a recorded prefix and reserves no memory, so each `extend` may return a
         `Shortage`.
@@ -298,7 +299,7 @@ class RequestCache(Closable):
     def extend(self, lengths: Mapping[Request, int], stream: Any = None) -> Shortage | None:
         """Grows requests to these lengths, for the work that will be launched next.
 
-        Requests not in `lengths` are unchanged. Cheap if nothing has to be mapped.
+        Requests not in `lengths` are unchanged. Cheap if nothing needs to be mapped.
 
         Args:
             lengths: total number of tokens of each request, at least its current length.
@@ -326,7 +327,7 @@ class RequestCache(Closable):
         """Starts mapping pages in the background, for a later `extend` to these lengths.
 
         Requests get pages, not rows. Call it for the next iteration's tokens while the model
-        computes this iteration. Arguments, result and errors are those of `extend`; a driver
+        computes the current one. Arguments, result and errors are those of `extend`; a driver
         failure in the background is raised by the next `extend`.
         """
         self._refuse_lengths(lengths)
@@ -349,8 +350,8 @@ class RequestCache(Closable):
     def truncate(self, request: Request, length: int, stream: Any = None) -> Shortage | None:
         """Drops a request's rows from `length` on, such as rejected draft tokens.
 
-        Works and raises like `KVCache.truncate`; returns a `Shortage` only if a shared page must be
-        copied.
+        Behaves like `KVCache.truncate`, and raises the same errors; returns a `Shortage` only if a
+        shared page must be copied.
         """
         self._refuse_busy(request)
         rows, work = operator.index(length), self._work(stream)
@@ -377,7 +378,7 @@ class RequestCache(Closable):
         Args:
             request: the parent, which continues unchanged.
             count: number of new requests.
-            length: number of the parent's tokens that the new requests begin with; None: all.
+            length: number of the parent's tokens that the new requests begin with; None for all.
             stream: the stream of the request's last work.
         """
         self._refuse_busy(request)
@@ -390,7 +391,7 @@ class RequestCache(Closable):
     def fork_async(
         self, request: Request, count: int = 1, length: int | None = None, stream: Any = None
     ) -> Future[list[Request] | Shortage]:
-        """Runs `fork` in the background; the request is busy until it is done."""
+        """Runs `fork` in the background; the request is busy until the call is done."""
         self._refuse_busy(request)
         self._require(request, State.RUNNING)
         work, slot = self._work(stream), request.slot
@@ -437,7 +438,7 @@ class RequestCache(Closable):
             request: a running or swapped-out request.
             tokens: the token ids under which to record the request's rows in its namespace, for a
                 later request that continues this one; there may be more tokens than rows. Ignored
-                if the request is swapped out or its namespace is closed. None: record nothing.
+                if the request is swapped out or its namespace is closed. None to record nothing.
             stream: the stream of the request's last work.
 
         Raises:
@@ -474,7 +475,7 @@ class RequestCache(Closable):
             self._swap_out(request, self._slot(request), work)
 
     def swap_out_async(self, request: Request, stream: Any = None) -> Future[None]:
-        """Runs `swap_out` in the background; the request is busy until it is done."""
+        """Runs `swap_out` in the background; the request is busy until the call is done."""
         self._refuse_busy(request)
         self._require(request, State.RUNNING)
         work, slot = self._work(stream), request.slot
@@ -489,7 +490,7 @@ class RequestCache(Closable):
         self._change(request, _slot=None, rows=rows, base_state=State.SWAPPED)
 
     def swap_in(self, request: Request, stream: Any = None) -> Shortage | None:
-        """Restores a swapped request, into any slot.
+        """Restores a swapped-out request, possibly into a different slot.
 
         Args:
             request: a swapped-out request; on success, it is running again, with its rows.
@@ -510,7 +511,7 @@ class RequestCache(Closable):
             return self._swap_in(request, stream)
 
     def swap_in_async(self, request: Request, stream: Any = None) -> Future[Shortage | None]:
-        """Runs `swap_in` in the background; the request is busy until it is done."""
+        """Runs `swap_in` in the background; the request is busy until the call is done."""
         self._refuse_busy(request)
         self._require(request, State.SWAPPED)
         stream = work_until_now(stream, self._device)
@@ -538,10 +539,10 @@ class RequestCache(Closable):
             return list(self._requests)
 
     def close(self, stream: Any = None) -> None:
-        """Waits for background calls, then releases every request.
+        """Waits for background calls to finish, then releases every request.
 
         Also closes the cache if `open` made it; this raises Busy while any of its tensors is alive.
-        After an exception, call this again to release the remaining requests.
+        If it raises, call it again to release the remaining requests.
 
         Args:
             stream: the stream of the requests' last work.
@@ -585,7 +586,7 @@ class RequestCache(Closable):
             self._end(request)
 
     def _settle(self, *requests: Request) -> None:
-        """Reconciles requests with the cache after a call on them was interrupted.
+        """Reconciles requests with the cache after a call on them has been interrupted.
 
         Runs before another call can reuse their slots, so each slot either still belongs to its
         request or is free.
@@ -615,13 +616,13 @@ class RequestCache(Closable):
         request.require(state)
 
     def _refuse_lengths(self, lengths: Mapping[Request, int]) -> None:
-        """Raises TypeError if `lengths` is not a mapping, and the errors of `_refuse_busy`."""
+        """Raises TypeError if `lengths` is not a mapping, and whatever `_refuse_busy` raises."""
         if not hasattr(lengths, "values"):
             raise TypeError(f"lengths: expected tokens by Request, not {lengths!r:.80}")
         self._refuse_busy(*lengths)
 
     def _refuse_busy(self, *requests: Request) -> None:
-        """Raises Busy without taking the lock, which a call on the request may hold."""
+        """Raises Busy if a call on a request is in progress, without waiting for its lock."""
         for request in requests:
             if not isinstance(request, Request):
                 raise _no_request(request)
@@ -641,7 +642,7 @@ class RequestCache(Closable):
     def _slots(self, requests: Collection[Request]) -> list[int]:
         """Returns the requests' slots.
 
-        If all of them are running, as in every step, a single check covers them all.
+        If all of them are running, as in a regular step, one check covers them all.
         """
         if self._requests.keys() >= set(requests):
             running = State.RUNNING
@@ -709,7 +710,8 @@ class RequestCache(Closable):
         """Returns the `Shortage` for a call that did not find enough memory or slots.
 
         The call would have grown slots to the `wanted` tokens, or created `count` requests of `new`
-        tokens that begin with `match`. `needed` is in bytes; None: computed from the tokens.
+        tokens that begin with `match`. `needed` is in bytes; if None, it is computed from the
+        tokens.
         """
         size = self.cache.memory.for_request
         if needed is None:
@@ -739,12 +741,12 @@ class RequestCache(Closable):
         return PriorWork(stream, self._device)
 
     def _clear(self, request: Request, blockers: Callable[..., waits.Blockers]) -> None:
-        """Waits, without the lock, for what blocks a call on a request's slot."""
+        """Waits, without holding the lock, for whatever blocks a call on a request's slot."""
         if request._slot is not None:
             self.cache.internals.wait_before(partial(blockers, reqid=request._slot))
 
     def _clear_prefix(self, prefix: Prefix, stream: Any) -> None:
-        """Waits, without the lock, for what blocks the admission of a request with this prefix."""
+        """Waits, without holding the lock, for whatever blocks admission with this prefix."""
         blockers = partial(
             waits.before_prefix,
             tokens=prefix.match,
@@ -767,9 +769,9 @@ class RequestCache(Closable):
         Args:
             what: name of the call.
             request: the request.
-            state: the state that the request must have when the call runs; another thread's call
-                may run first.
-            call: the function to call with the request's slot, or with -1 if it is swapped out.
+            state: the state that the request must be in when the call runs, since another thread's
+                call may run first.
+            call: the function to call, with the request's slot, or -1 if it is swapped out.
             blockers: returns the blockers to wait for before the call.
         """
         self._alone(what)
@@ -790,7 +792,7 @@ class RequestCache(Closable):
 
         request.calls = (*(one for one in request.calls if not one.over), pending)
         self._background.begin(finish, request, future)
-        if pending not in request.calls:  # a `_look` dropped it before the call was queued
+        if pending not in request.calls:  # `_look` dropped it before the call was queued
             request.calls = (*request.calls, pending)
         return future
 

@@ -42,7 +42,7 @@ from pyvmem.plumbing.validation import bounded, expect, invalid, real
 
 __all__ = ["Model", "Policy", "advised", "make_cache"]
 
-_WORKLOAD = 200  # number of synthetic requests for comparing layouts, which takes 15 ms
+_WORKLOAD = 200  # number of synthetic requests used to compare layouts; comparing takes 15 ms
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class Model:
 
         Args:
             config: a ``PreTrainedConfig``, as for `layer_shapes`.
-            dtype: element type of keys and values; None: the configuration's. An 8-bit type does
-                not apply to recurrent states, which keep the configuration's.
+            dtype: element type of keys and values; None for the configuration's. An 8-bit type is
+                not applied to recurrent states, which keep the configuration's type.
 
         Raises:
             InvalidArgument: an attribute is missing, or a layer's kind is unknown.
@@ -107,15 +107,15 @@ class Policy:
 
     Attributes:
         max_batch: maximum number of concurrent requests; a slot costs address space, not memory.
-        max_seq_len: maximum number of tokens per request; 0: the model's limit.
-        memory: bytes for keys and values; 0: `memory_share` of the free memory.
+        max_seq_len: maximum number of tokens per request; 0 means the model's limit.
+        memory: bytes for keys and values; 0 means `memory_share` of the free memory.
         memory_share: fraction of the device's free memory to use (on host, of the memory that this
-            process may still allocate, see `Context.memory`). Above 0, at most 1. The remainder is
-            for activations and other allocations, so the default is below the 0.9 of
-            `KVCacheConfig.memory_limit`, which leaves no room for activations.
-        page_size: page size in bytes; 0: chosen by `advise`.
-        layers_per_tensor: as `KVCacheConfig.group_size`; 0: chosen by `advise`.
-        ahead_tokens: as `KVCacheConfig.ahead_tokens`.
+            process may still allocate, see `Context.memory`). Greater than 0 and at most 1. The
+            remainder is for activations and other allocations, so the default is lower than the 0.9
+            of `KVCacheConfig.memory_limit`, which leaves no room for activations.
+        page_size: page size in bytes; 0 lets `advise` choose.
+        layers_per_tensor: as `KVCacheConfig.group_size`; 0 lets `advise` choose.
+        ahead_tokens: same as `KVCacheConfig.ahead_tokens`.
         options: further fields of `KVCacheConfig`, which override all of the above.
     """
 
@@ -148,12 +148,12 @@ class Policy:
 def advised(model: Model, policy: Policy, info: ContextInfo, memory: int) -> Advice:
     """Returns the cheapest layout for a model that the policy and the back end allow.
 
-    Assumes a typical mix of request lengths (`pyvmem.layouts.generate`) that fit a slot.
+    Assumes a typical mix of request lengths (`pyvmem.layouts.generate`) that fit in a slot.
 
     Args:
         model: the model; the sliding windows, latents and kinds of its layers are taken into
             account.
-        policy: the policy; a `page_size` or `layers_per_tensor` other than 0 is kept.
+        policy: the policy; a nonzero `page_size` or `layers_per_tensor` is kept.
         info: the properties of the back end, which determine the page sizes and the cost of a map
             call.
         memory: bytes for keys and values.
@@ -204,7 +204,7 @@ def make_cache(model: Model, policy: Policy, backend: str = "auto", device: Any 
         InvalidArgument: the model or the back end does not support a value. VMemError: as for
             `KVCache`.
     """
-    with Context(backend, device=device) as context:  # opened only to query page sizes and memory
+    with Context(backend, device=device) as context:  # only to query page sizes and memory
         info, free = context.info, free_bytes(context)
     memory = policy.memory or int(free * policy.memory_share)
     values: dict[str, Any] = {

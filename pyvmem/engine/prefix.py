@@ -18,7 +18,7 @@ __all__ = ["Generation", "Matcher", "Namespace", "Prefix", "key_of"]
 
 
 class Generation(NamedTuple):
-    """The cache's key for a namespace; other processes use only the name.
+    """The cache's key for a namespace, which other processes know only by its name.
 
     Attributes:
         name: as passed by the caller.
@@ -33,9 +33,9 @@ class Generation(NamedTuple):
 class Namespace:
     """Identifies what rows depend on besides their tokens: an adapter, an image or a tenant.
 
-    Created by `RequestCache.namespace`. A request never begins with another namespace's rows.
-    Once closed, its rows are not matched again: a later namespace with the same name is a different
-    namespace, so that a reloaded adapter does not get rows computed by its predecessor.
+    Created by `RequestCache.namespace`. A request never begins with another namespace's rows. Once
+    a namespace is closed, its rows are never matched again: a later namespace with the same name is
+    a different one, so a reloaded adapter does not get rows computed by its predecessor.
 
     Attributes:
         name: as passed by the caller.
@@ -58,7 +58,7 @@ class Namespace:
         return Generation(self.name, self.generation)
 
     def close(self) -> None:
-        """Closes the namespace: its prefixes are not matched again. Idempotent.
+        """Closes the namespace: its prefixes are never matched again. Idempotent.
 
         The prefixes are evicted when memory runs low. The namespace's requests continue, but their
         rows are no longer recorded.
@@ -88,7 +88,7 @@ class Prefix(Scoped):
 
     Returned by `RequestCache.match` and passed to `RequestCache.admit`, which ends the lease if it
     succeeds and keeps it otherwise. The lease of a waiting request holds memory: release it if the
-    request may wait for long. Leaving a ``with`` block releases it.
+    request may wait a long time. Leaving a ``with`` block releases it.
 
     Attributes:
         tokens: the whole prompt.
@@ -104,7 +104,7 @@ class Prefix(Scoped):
     def length(self) -> int:
         """Number of recorded tokens, a multiple of the cache's sharing unit; may be 0.
 
-        Includes tokens whose rows are in host memory (`KVCacheConfig.host_prefixes`); these may be
+        Includes tokens whose rows are in host memory (`KVCacheConfig.host_prefixes`); those may be
         lost before they are used.
         """
         return self._match.length + self._match.in_host

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Request objects. Engines hold these instead of slot numbers, since slot numbers are reused."""
+"""Request objects, which engines hold instead of slot numbers, since slots are reused."""
 
 from __future__ import annotations
 
@@ -39,13 +39,14 @@ class Request:
 
     Attributes:
         number: increases with every new request of the cache; never reused.
-        namespace: where its prefix is looked up and recorded; None: the default namespace.
+        namespace: where its prefix is looked up and recorded; None for the default namespace.
         length: its number of rows: tokens whose keys and values are in its slot, or will be written
-            by the work that the engine launches next. For its pages, see `RequestCache.capacity`.
-        owner: the owner number (`CacheSlots.owner`) of its slot when it got the slot; if the slot's
-            number differs now, the slot belongs to another request.
+            there by the work that the engine launches next. For its pages, see
+            `RequestCache.capacity`.
+        owner: the slot's owner number (`CacheSlots.owner`) when the request got the slot; if the
+            number has changed since, the slot belongs to another request.
         rows: its rows in host memory while it is swapped out.
-        base_state: its state, ignoring background calls; never `State.BUSY`.
+        base_state: its state, not counting background calls; never `State.BUSY`.
         calls: its background calls, some of which may have finished.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The result of a call that ran short of memory, slots or mappings."""
+"""The result of a call that ran out of memory, slots or mappings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Shortage:
 
     @property
     def missing(self) -> int:
-        """Bytes that other requests would have to free; 0 if there is enough memory."""
+        """Bytes that other requests would have to give up; 0 if there is enough memory."""
         return max(0, self.needed - self.available)
 
     @property
@@ -43,11 +43,11 @@ class Shortage:
 
     @property
     def what(self) -> str:
-        """The resource that ran short: ``"slots"``, ``"memory"`` or ``"mappings"``.
+        """The resource that ran out: ``"slots"``, ``"memory"`` or ``"mappings"``.
 
         ``"mappings"`` means that there is enough memory by the cache's own accounting, but the
         driver is out of mappings, another process uses the device's memory, or an earlier `admit`
-        or `prepare` has reserved it. Rarely, pages were freed during the call; then a retry
+        or `prepare` has reserved it. In rare cases, pages were freed during the call, and a retry
         succeeds.
         """
         if self.slots:

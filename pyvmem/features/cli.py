@@ -47,7 +47,7 @@ def survey(devices: tuple[int, ...] = (0,)) -> list[dict[str, Any]]:
     """Opens a context on every back end, and returns a record for each.
 
     Args:
-        devices: CUDA ordinals; the pages are on the first device.
+        devices: CUDA ordinals; pages are allocated on the first device.
 
     Returns:
         Records in the order in which ``"auto"`` tries back ends, with ``backend``, ``usable``, and
@@ -65,7 +65,7 @@ def survey(devices: tuple[int, ...] = (0,)) -> list[dict[str, Any]]:
 
 
 def _rows(backends: list[Probed]) -> list[dict[str, Any]]:
-    """Returns a record per feature, with the requirements that each back end does not meet."""
+    """Returns a record per feature, listing the requirements that each back end does not meet."""
     return [
         {
             "key": one.key,

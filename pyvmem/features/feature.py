@@ -26,7 +26,7 @@ _MEANING = {
 
 
 class BackEnd(Protocol):
-    """A back end's properties, as `pyvmem.ContextInfo` and a `Probed` record provide them."""
+    """A back end's properties, as provided by `pyvmem.ContextInfo` and by a `Probed` record."""
 
     @property
     def backend(self) -> str:
@@ -42,7 +42,7 @@ class BackEnd(Protocol):
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """CUDA ordinals of the devices on which it was opened."""
+        """The CUDA ordinals of the devices on which it was opened."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Feature:
     """A feature of the cache: a row of `pyvmem.features.table`.
 
     Attributes:
-        key: unique name in files.
-        name: description in the table.
+        key: unique name used in files.
+        name: description shown in the table.
         source: the system that introduced it; "vmem" for this project.
         calls: calls or options that use it.
         caps: required capabilities.
@@ -111,7 +111,7 @@ class Feature:
 def require_page_size(
     info: BackEnd, size: int, name: str = "page_size", *, op: str = "KVCache"
 ) -> None:
-    """Raises InvalidArgument, naming the sizes, unless the back end has pages of `size` bytes."""
+    """Raises InvalidArgument, listing the page sizes, unless the back end supports `size`."""
     if size not in info.page_sizes:
         sizes = ", ".join(str(one) for one in info.page_sizes)
         raise InvalidArgument(

@@ -12,7 +12,7 @@ __all__ = ["Probed", "about"]
 
 
 def about(info: ContextInfo) -> dict[str, Any]:
-    """Returns the properties of a context that a record contains, as JSON data."""
+    """Returns a context's properties as a record stores them, ready for JSON."""
     return {
         "backend": info.backend,
         "driver": info.driver,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """The table of features, with their requirements.
 
-The cache looks up here which calls to reject. libvmem rejects context calls (create, map, retain)
-based on the same capabilities; a test compares every row with the actual behavior.
+The cache consults it to decide which calls to reject. libvmem rejects context calls (create, map,
+retain) based on the same capabilities; a test checks every row against the actual behavior.
 """
 
 from __future__ import annotations
@@ -157,4 +157,4 @@ FEATURES: tuple[Feature, ...] = (
         "KVCacheConfig(window=)",
     ),
 )
-"""All features, in the order of the table."""
+"""All features, in table order."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The layout adviser (`vmem layouts`): computes each layout's cost, and picks the best layout."""
+"""The layout adviser (`vmem layouts`), which computes each layout's cost and picks the best one."""
 
 from pyvmem.layouts.adviser import CALL_US, PAGE_SIZES, Advice, Limits, advise, call_us, choices
 from pyvmem.layouts.cost import Choice, Cost, Held, cost

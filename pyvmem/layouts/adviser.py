@@ -3,12 +3,12 @@
 
 The rules, in order:
 
-1. Mapping must be hidden: at the layout's own batch size, the map calls of an iteration, which run
-   in the background, take at most half of it.
+1. Mapping must be hidden: at the layout's own batch size, an iteration's map calls, which run in
+   the background, take at most half of the iteration.
 2. Of these, the layouts within 1% of the best score are kept. The score is the batch size divided
    by the attention time once the memory is full (`pyvmem.layouts.entries`): on a full card, the
-   part of a request that does not fill 2 MB blocks is slow to read if layers share a tensor and
-   pages are smaller than that.
+   part of a request that does not fill a 2 MB block is slow to read if layers share a tensor and
+   pages are smaller than 2 MB.
 3. Of these, the layout with the fewest map calls is picked, then the smallest group, then the
    smallest page.
 """
@@ -39,7 +39,7 @@ __all__ = [
 PAGE_SIZES = (64 << 10, 128 << 10, 256 << 10, 2 << 20)
 
 CALL_US = {"stock": 13.0, "cuda": 24.6, "uvm": 0.0}
-"""Microseconds that a map call takes for one run, by back end.
+"""Microseconds that it takes to map one run, by back end.
 
 The times are from an H200: for `stock`, one ioctl; for `cuda`, creating and mapping 2 MB and
 setting its access. `uvm` makes one call for a whole step, which has not been timed yet: 0 disables
@@ -47,14 +47,14 @@ rule 1. The driver serializes the calls of several processes: if all n ranks of 
 once, a call takes n times as long (`vmem bench devices`).
 """
 
-_CLOSE = 0.01  # how close to the best score a layout must be, as a fraction
-_HIDDEN = 0.5  # maximum time of map calls, as a fraction of an iteration
+_CLOSE = 0.01  # how close to the best score a layout must come, as a fraction
+_HIDDEN = 0.5  # maximum time spent in map calls, as a fraction of an iteration
 
 
 def call_us(backend: str, ranks: int = 1) -> float:
-    """Returns the longest time of a map call, in us, while `ranks` ranks map at the same time.
+    """Returns the longest time a map call takes, in us, while `ranks` ranks map at once.
 
-    `stock` stands in for a back end that was not measured.
+    A back end that was not measured is assumed to be as fast as `stock`.
     """
     return ranks * CALL_US.get(backend, CALL_US["stock"])
 
@@ -66,7 +66,8 @@ class Limits:
     Attributes:
         call_us: microseconds per map call, as returned by the function `call_us`.
         iteration_ms: duration of a decode iteration of the whole batch, in milliseconds.
-        max_group: maximum layers in one tensor; more than the default have not been measured.
+        max_group: maximum number of layers in one tensor; values above the default have not been
+            measured.
     """
 
     call_us: float = CALL_US["stock"]
@@ -97,8 +98,8 @@ def choices(
 ) -> list[Choice]:
     """Lists all layouts: each combination of group size, page size and run.
 
-    Group sizes are the common divisors of the layer counts of all kinds, up to `max_group` (0: no
-    limit).
+    Group sizes are the common divisors of the layer counts of all kinds, up to `max_group` (0 means
+    no limit).
     """
     layers, sizes, lengths = shape.largest_group, list(page_sizes), list(runs)
     groups = [
@@ -108,7 +109,7 @@ def choices(
 
 
 def mapping_ms(one: Cost, limits: Limits) -> float:
-    """Returns how long, in ms, an iteration's map calls take at the layout's own batch size."""
+    """Returns the time in ms that an iteration's map calls take at the layout's own batch size."""
     return one.batch * one.calls_per_token * limits.call_us / 1e3
 
 
@@ -127,11 +128,11 @@ def advise(
         requests: the workload.
         memory_bytes: bytes for keys and values, on this rank.
         considered: layouts to choose from; None for `choices` with `limits.max_group`.
-        limits: bounds that the layout must stay within; None for the bounds of `stock`.
+        limits: bounds that the layout must stay within; None for those of `stock`.
         overread_rows: as in `KVCacheConfig`.
 
     Raises:
-        InvalidArgument: raised by `cost`, or no layout is within `limits.max_group`.
+        InvalidArgument: as for `cost`, or no layout is within `limits.max_group`.
     """
     limits = limits or Limits()
     if considered is None:

@@ -40,14 +40,14 @@ from pyvmem.plumbing.validation import invalid
 __all__ = ["RESERVE", "add_parser", "budget", "run"]
 
 RESERVE = 0.1
-"""The fraction of a GPU's memory reserved for activations, the CUDA context and libraries.
+"""The fraction of a GPU's memory reserved for activations, libraries and the CUDA context.
 
 Engines reserve the same fraction by default (vLLM's ``gpu_memory_utilization`` of 0.9).
 """
 
 
 def budget(shape: ModelShape, memory: int, reserve: float = RESERVE) -> int:
-    """Returns the bytes for keys and values on each rank: `memory` less reserve and weights.
+    """Returns the bytes for keys and values on each rank: `memory` minus the reserve and weights.
 
     Raises:
         InvalidArgument: nothing is left.
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the costs and the best layout; returns 0.
 
     Raises:
-        BadUsage: an unknown model, an invalid trace, or no layout fits.
+        BadUsage: the model is unknown, the trace is invalid, or no layout fits.
     """
     try:
         return _run(args)

@@ -2,14 +2,14 @@
 """Computes the cost of a layout: layers per tensor, page size, and pages mapped per call.
 
 A running request holds its prompt and the tokens generated so far: in iteration k (from 0),
-``context + k`` tokens. Means are over all iterations of all requests of the workload, so a request
-is weighted by the time for which it holds memory. With M bytes for keys and values, and m bytes
-held by an average request, M / m requests run concurrently in the long run (Little's law).
+``context + k`` tokens. Means are over all iterations of all requests of the workload, so each
+request is weighted by how long it holds memory. With M bytes for keys and values, and m bytes held
+by an average request, M / m requests run concurrently in the long run (Little's law).
 
-Costs are summed over the layer groups. Layers with a window hold the whole prompt in the
-first iteration, as after a prefill in one step; from then on, they hold the window at the end of
-the last whole block, `KVCacheConfig.window_tile` rows before it, and whatever else their first page
-contains. Layers with a state hold it from the first iteration to the last.
+Costs are summed over the layer groups. Layers with a window hold the whole prompt in the first
+iteration, as after a prefill in one step; from then on, they hold the window at the end of the last
+whole block, `KVCacheConfig.window_tile` rows before it, and whatever else their first page
+contains. Layers with a state hold the state from the first iteration to the last.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Choice:
         group_size: layers that share one K and one V tensor; divides the number of layers of each
             kind.
         page_size: page size in bytes, a power of two.
-        run: pages mapped with one call when a request grows, and wasted until it fills them; a
-            power of two. 1 stands for the growth of `KVCache`: up to
+        run: pages mapped with one call when a request grows, and wasted until the request fills
+            them; a power of two. 1 stands for the growth of `KVCache`: up to
             `KVCacheConfig.growth_fraction` of a request's pages, reclaimed when memory runs low.
     """
 
@@ -72,7 +72,7 @@ class Held:
 
     Attributes:
         mapped: physical memory.
-        used: memory of rows that hold tokens; with a window, of rows visible to the next token.
+        used: memory of rows that hold tokens; with a window, of rows that the next token can see.
         large: the part of `mapped` in whole 2 MB blocks, mapped by large entries; 0 with a
             window, which unmaps parts of its blocks.
     """
@@ -95,14 +95,15 @@ class Cost:
             window and a block.
         tokens_per_growth: tokens that fit in a growth step, on average.
         calls_per_token: map calls per token on a back end that maps a run with one call (`stock`,
-            `cuda`, `host`), without the unmaps behind a window. `uvm` maps everything that a step
+            `cuda`, `host`), not counting unmaps behind a window. `uvm` maps everything that a step
             needs with one call.
         sharing_unit: tokens per block, the granularity of sharing: row and page boundaries coincide
             only at multiples of it. 0 if a layer has a state, since states are not shared.
-        page_table_bytes: bytes of the last level of the GPU's page table for an average request.
+        page_table_bytes: bytes that an average request takes in the last level of the GPU's page
+            table.
         books_bytes: upper bound on the kernel memory that `stock` needs for an average request,
-            if every growth step was mapped separately; much less if a prompt was mapped in runs.
-            `uvm` needs about 28 bytes per page.
+            reached if every growth step is mapped separately; it needs much less if the prompt is
+            mapped in runs. `uvm` needs about 28 bytes per page.
         batch: number of concurrent requests in the given memory.
         attention: decode attention time once that memory is full, with whole blocks of 2 MB mapped
             by large entries, relative to cudaMalloc memory with a tensor per layer; see
@@ -128,12 +129,12 @@ class Cost:
 
     @property
     def calls_per_growth(self) -> int:
-        """Map calls each time a request outgrows its pages; counted as in `calls_per_token`."""
+        """Map calls each time a request outgrows its pages, counted as for `calls_per_token`."""
         return self.tensors
 
 
 def page_table_bytes(page_size: int) -> int:
-    """Returns how many bytes of the GPU's page table map one page.
+    """Returns how many bytes one page takes in the GPU's page table.
 
     An entry takes 8 bytes. Pages of 128 and 256 KB take two and four adjacent entries of 64 KB; a
     page of 2 MB takes one entry of the level above, which the hardware reads as 16 bytes.
@@ -148,8 +149,8 @@ def layouts_of(
 ) -> list[Layout]:
     """Returns the cache's `Layout` for each layer group, with requests of up to `longest` tokens.
 
-    Their page size is that of a run, since a request grows by runs. `overread_rows` rows are mapped
-    past the request's prompt.
+    Their page size is the size of a run, since requests grow by runs. `overread_rows` rows are
+    mapped past the request's prompt.
     """
     configs = shape.configs(
         max_batch=1,
@@ -222,7 +223,7 @@ def _longest_run(each: float, choice: Choice) -> int:
 
 
 def _calls(layout: Layout, longest_run: int, requests: Sequence[Request]) -> float:
-    """Returns the average number of map calls per generated token, over all tensors."""
+    """Returns the average number of map calls per generated token, summed over all tensors."""
     fraction = KVCacheConfig.growth_fraction
     runs = (
         min(longest_run, _floor_power(int(pages * fraction))) for pages in range(layout.slot_pages)
@@ -236,7 +237,7 @@ def _calls(layout: Layout, longest_run: int, requests: Sequence[Request]) -> flo
 
 
 def _floor_power(value: int) -> int:
-    """Returns the greatest power of two up to `value`; at least 1."""
+    """Returns the greatest power of two not above `value`, but at least 1."""
     return 1 << max(1, value).bit_length() - 1
 
 
@@ -265,7 +266,7 @@ def cost(
         choice: the layout.
         requests: the workload, at least one request.
         memory_bytes: bytes for keys and values, on this rank.
-        overread_rows: as in `KVCacheConfig`; rows that a request has not filled are waste.
+        overread_rows: as in `KVCacheConfig`; rows that a request has not filled count as waste.
 
     Raises:
         InvalidArgument: the group size does not divide the layers, or there are no requests or no

@@ -3,8 +3,8 @@
 
 A decode step sweeps all pages of a layer's tensors once per layer. A tensor shared by g layers is
 swept g times, and each sweep reads 1/g of every page. An H100's TLBs cover about 8 GiB with 64 KB
-entries: a larger sweep misses on every page, and the more layers share a page, the less data it
-reads per miss. Entries of 2 MB cover the whole card. The cache maps whole 2 MB blocks of a request
+entries: a larger sweep misses on every page, and the more layers share a page, the less data is
+read per miss. Entries of 2 MB cover the whole card. The cache maps whole 2 MB blocks of a request
 by such entries, whatever the page size.
 
 The measurements are from benchmarks/results/footprint-h100.json, for decoding requests of 1,024
@@ -20,12 +20,12 @@ from math import log2
 __all__ = ["LARGE_ENTRY", "MEASURED_GROUPS", "attention_time"]
 
 LARGE_ENTRY = 2 << 20
-"""Bytes that one large entry of the GPU's page table maps."""
+"""The number of bytes that one large entry of the GPU's page table maps."""
 
 _Curve = tuple[tuple[float, float], ...]
 
-# By number of layers in a tensor: the GiB that a layer's attention sweeps, and its time relative to
-# cudaMalloc memory with a tensor per layer.
+# For each number of layers in a tensor: the GiB that a layer's attention sweeps, and its time
+# relative to cudaMalloc memory with a tensor per layer.
 _SMALL: dict[int, _Curve] = {
     1: ((0.25, 1.00), (0.5, 1.01), (0.75, 1.01), (1.5, 1.02), (2.0, 1.02)),
     4: ((1.0, 1.01), (2.0, 1.09), (3.0, 1.09), (6.0, 1.10), (8.0, 1.11)),
@@ -67,7 +67,7 @@ def attention_time(
 
 
 def _between(points: _Curve | list[tuple[float, float]], at: float) -> float:
-    """Interpolates (x, y) points, ascending in x, at `at`; constant beyond both ends."""
+    """Interpolates (x, y) points, sorted by x, at `at`; constant beyond both ends."""
     after = bisect_left(points, (at,))
     if after == 0:
         return points[0][1]

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 MOST = 1 << 24
-"""The largest count accepted on a command line."""
+"""The largest count that the command line accepts."""
 
 _SMALLEST_PAGE, _LARGEST_PAGE = 4 << 10, 1 << 30
 
@@ -108,7 +108,7 @@ def positive(text: str) -> float:
 
 
 def counts(text: str, all_is: int | None = None) -> list[int]:
-    """Parses positive whole numbers, such as "1,8"; "all" stands for `all_is`, if given."""
+    """Parses a list of positive whole numbers, such as "1,8"; "all" means `all_is`, if given."""
     found = []
     for one in text.split(","):
         if one == "all" and all_is is not None:

@@ -27,9 +27,9 @@ class ModelShape:
         num_layers, num_kv_heads, head_dim, dtype: as in `KVCacheConfig`; with `layers`, those of
             the first layer.
         weight_bytes: bytes of the weights; 0 if unknown.
-        ranks: number of GPUs that share the heads and the weights (tensor parallelism).
+        ranks: number of GPUs that the heads and the weights are divided among (tensor parallelism).
         layers: the shape of every layer, if layers differ or have a sliding window, a latent or a
-            state; () if all keep keys and values for every token.
+            state; () if all layers keep keys and values for every token.
     """
 
     name: str
@@ -61,7 +61,7 @@ class ModelShape:
         """Returns the cache configuration of a model whose layers are all of one kind.
 
         Raises:
-            InvalidArgument: from `KVCacheConfig`; or layers differ or have a window or a state.
+            InvalidArgument: as for `KVCacheConfig`; or layers differ, or have a window or a state.
         """
         configs = self.configs(**overrides)
         if len(configs) > 1 or configs[0].window or configs[0].state:
@@ -73,7 +73,7 @@ class ModelShape:
 
     @property
     def largest_group(self) -> int:
-        """The largest number of layers per tensor that divides the size of every group."""
+        """The largest number of layers per tensor that evenly divides every group."""
         return gcd(*(config.num_layers for config in self.configs()))
 
     @property
@@ -83,11 +83,11 @@ class ModelShape:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a request's states, which do not depend on its length, on one rank."""
+        """Bytes of a request's states on one rank, which do not depend on its length."""
         return sum(_bytes(config) for config in self.configs() if config.state)
 
     def stored_as(self, dtype: str) -> ModelShape:
-        """Returns the shape with keys and values of another type; unchanged if `dtype` is "".
+        """Returns the shape with keys and values of type `dtype`; unchanged if that is "".
 
         States keep their type.
         """
@@ -100,7 +100,7 @@ class ModelShape:
         return replace(self, name=f"{self.name} in {dtype}", dtype=dtype, layers=layers)
 
     def on_ranks(self, ranks: int) -> ModelShape:
-        """Returns the shape of one of `ranks` ranks; latents are replicated.
+        """Returns the shape on each of `ranks` ranks; latents are replicated.
 
         Raises:
             InvalidArgument: the ranks do not divide the heads, or a layer has a state.
@@ -175,8 +175,8 @@ def shape_of(model: str, dtype: str = "") -> ModelShape:
     """Returns the shape of a model.
 
     Args:
-        model: one of `SHAPES` (case does not matter), or the path of a transformers
-            ``config.json`` or its folder; the size of its weights is then unknown.
+        model: one of `SHAPES` (case does not matter), or the path of a transformers ``config.json``
+            or its folder, in which case the size of the weights is unknown.
         dtype: type of the keys and values if the file does not name one.
 
     Raises:

@@ -43,7 +43,7 @@ class Request(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """Tokens whose keys and values exist in the last iteration: all but the last token."""
+        """Number of tokens with keys and values in the last iteration: all but the last token."""
         return self.context + self.output - 1
 
 
@@ -52,8 +52,8 @@ class Arrival(NamedTuple):
 
     Attributes:
         at: seconds after the first request.
-        content: an id for every 512 tokens of the prompt; prompts with a common prefix begin with
-            the same ids. Empty if the prompt shares no prefix.
+        content: one id per 512 tokens of the prompt; prompts with a common prefix begin with the
+            same ids. Empty if the prompt shares no prefix.
     """
 
     at: float
@@ -65,13 +65,13 @@ def read_trace(path: Path | str) -> list[Request]:
     """Reads a trace's requests in order; skips requests without a prompt or an output.
 
     Raises:
-        InvalidArgument: the file cannot be read, has another format, or contains no request.
+        InvalidArgument: the file cannot be read, is in another format, or contains no requests.
     """
     return [request for request, _ in _read(Path(path))]
 
 
 def read_arrivals(path: Path | str) -> list[Arrival]:
-    """Reads a trace with arrival times and contents; if it has no times, all requests arrive at 0.
+    """Reads a trace with arrival times and contents; without times, all requests arrive at 0.
 
     Raises:
         InvalidArgument: as for `read_trace`.
@@ -93,7 +93,7 @@ def read_arrivals(path: Path | str) -> list[Arrival]:
 
 
 def _read(path: Path) -> list[tuple[Request, Mapping[str, Any]]]:
-    """Returns the requests that have a prompt and an output, with their rows."""
+    """Returns each request that has a prompt and an output, with its row in the trace."""
     try:
         with path.open(encoding="utf-8", newline="") as lines:
             rows: Iterable[Mapping[str, Any]]
@@ -123,7 +123,7 @@ def _time(row: Mapping[str, Any]) -> float:
 
 
 def poisson(requests: Iterable[Request], rate: float, seed: int) -> list[Arrival]:
-    """Assigns arrival times in order, from a Poisson process of `rate` requests per second.
+    """Assigns arrival times, in order, drawn from a Poisson process of `rate` requests per second.
 
     Raises:
         InvalidArgument: the rate is not positive.
@@ -149,10 +149,10 @@ def _request(number: int, row: Mapping[str, Any]) -> Request:
 
 
 def generate(count: int, seed: int) -> list[Request]:
-    """Generates requests about as long as those in Azure's 2023 conversation trace.
+    """Generates requests with lengths similar to those in Azure's 2023 conversation trace.
 
-    The lengths are log-normal, with the trace's medians (1,020 and 129 tokens), and are cut at its
-    maximum lengths (14,050 and 1,000). The same seed produces the same requests.
+    The lengths are log-normal, with the trace's medians (1,020 and 129 tokens), and are capped at
+    its maximum lengths (14,050 and 1,000). The same seed always produces the same requests.
 
     Raises:
         InvalidArgument: `count` is not positive.

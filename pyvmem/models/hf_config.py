@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Reads layer shapes, dtype and limits from Hugging Face configurations.
 
-Only this module knows the attributes of these configurations. The cache, the layouts and the
-transformers plug-in use it.
+Only this module knows the attributes of these configurations; the cache, the layouts and the
+transformers plug-in all use it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _EMPTY = ("moe", "mlp")
 
 ATTENTION = {*_FULL, _SLIDING}
 NO_ATTENTION = (*_STATE, *_EMPTY)
-"""Kinds of layers without attention: layers with a state, and layers that store nothing."""
+"""The kinds of layers without attention: those with a state, and those that store nothing."""
 
 
 def uniform_layers(config: Any, given: Collection[str]) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def uniform_layers(config: Any, given: Collection[str]) -> dict[str, Any]:
 
 
 def text_config(config: Any) -> Any:
-    """Returns the language model's part of a transformers configuration.
+    """Returns the part of a transformers configuration that describes the language model.
 
     Raises InvalidArgument if the configuration has several language models.
     """
@@ -92,7 +92,7 @@ def text_config(config: Any) -> Any:
 
 
 def _attribute(text: Any, name: str) -> Any:
-    """Returns an attribute, or None if the configuration lacks it.
+    """Returns an attribute, or None if the configuration does not have it.
 
     Raises InvalidArgument if the attribute differs between layers, which transformers reports with
     its own error.
@@ -125,7 +125,7 @@ def _num_layers(text: Any) -> Any:
 
 
 def _num_kv_heads(text: Any) -> Any:
-    """Returns the number of KV heads over all ranks. Falcon has a flag for a single KV head."""
+    """Returns the number of KV heads across all ranks. Falcon has a flag for a single KV head."""
     own = _attribute(text, "num_key_value_heads")
     if own is None and _attribute(text, "multi_query"):
         return _attribute(text, "num_kv_heads") if text.new_decoder_architecture else 1
@@ -154,7 +154,7 @@ def _latent(text: Any) -> Any:
 def dtype_of(config: Any) -> Any:
     """Returns the dtype of a model's weights, and therefore of its keys and values.
 
-    Raises InvalidArgument if neither the text part nor the full configuration specifies it.
+    Raises InvalidArgument if neither the text configuration nor the full one specifies it.
     """
     text = text_config(config)
     for one in (text, config):
@@ -168,7 +168,7 @@ def dtype_of(config: Any) -> Any:
 
 
 def longest_of(config: Any) -> Any:
-    """Returns the longest sequence length that a model supports, in tokens."""
+    """Returns the maximum sequence length that a model supports, in tokens."""
     return _first(
         text_config(config),
         "max_seq_len",
@@ -179,7 +179,7 @@ def longest_of(config: Any) -> Any:
 
 
 def _kinds(text: Any) -> Any:
-    """Returns the kind of every layer; None if all layers are of one kind.
+    """Returns each layer's kind, or None if all layers are of the same kind.
 
     RecurrentGemma stores the kinds in a separate attribute."""
     return _attribute(text, "layer_types") or _attribute(text, "layers_block_type")
@@ -199,12 +199,12 @@ def layer_shapes(config: Any) -> list[Shape]:
     """Returns the shape of every layer of a transformers model, for `LayeredCache`.
 
     Sliding layers, listed in ``layer_types``, have a window; without that list, ``sliding_window``
-    applies to all layers. Layers with chunked attention also have a window: the chunk, the most
-    tokens that a token attends to. MLA (``kv_lora_rank``) has one latent tensor, as in engines that
-    absorb the up-projections; transformers itself stores keys and values. Linear attention, state
-    spaces and short convolutions have a `StateShape`, if the configuration has the fields of
-    Qwen3-Next, Kimi Linear, Jamba, Bamba, Nemotron-H or LFM2. Layers without attention, and layers
-    that read another layer's keys, have an `EmptyShape`.
+    applies to all layers. Layers with chunked attention also have a window, the size of a chunk,
+    since a token never attends to more tokens than that. MLA (``kv_lora_rank``) has one latent
+    tensor, as in engines that absorb the up-projections; transformers itself stores keys and
+    values. Linear attention, state spaces and short convolutions have a `StateShape`, if the
+    configuration has the fields of Qwen3-Next, Kimi Linear, Jamba, Bamba, Nemotron-H or LFM2.
+    Layers without attention, and layers that read another layer's keys, have an `EmptyShape`.
 
     Args:
         config: a ``PreTrainedConfig``, or any object with its attributes. For a multi-modal model,
@@ -252,7 +252,7 @@ def _refuse_cross_attention(config: Any, text: Any) -> None:
 
 
 def _shared_last(text: Any, count: int) -> list[str]:
-    """Emulates transformers' ``kv_sharing_modes`` for configurations that have only a count."""
+    """Emulates transformers' ``kv_sharing_modes`` for configurations that only have a count."""
     shared = _attribute(text, "num_kv_shared_layers") or 0
     return [""] * (count - shared) + ["reuse"] * shared
 
@@ -323,7 +323,7 @@ def _state(text: Any, kind: str) -> StateShape | None:
 
 
 class _Own:
-    """A configuration with one layer's overrides."""
+    """A configuration with one layer's overrides applied."""
 
     def __init__(self, text: Any, own: Mapping[str, Any]) -> None:
         self._text = text
@@ -335,7 +335,7 @@ class _Own:
 
 
 def _layer_config(text: Any, layer: int) -> Any:
-    """Returns the configuration of one layer; ``per_layer_config`` overrides it (Gemma 4)."""
+    """Returns the configuration of one layer, with ``per_layer_config`` applied (Gemma 4)."""
     every = getattr(text, "per_layer_config", None)
     if not every:
         return text
@@ -352,7 +352,7 @@ def _rows(own: Any, window: int) -> LayerShape:
         return LayerShape(1, _latent(own), 0, window)
     heads = _num_kv_heads(own)
     if window and _attribute(own, "model_type") == "mimo_v2_flash":
-        heads *= 2  # this factor is in the model's code, not in its configuration
+        heads *= 2  # this factor appears only in the model's code, not in its configuration
     return LayerShape(heads, _head_dim(own), _attribute(own, "v_head_dim"), window)
 
 
@@ -361,8 +361,8 @@ def plain_rows(config: Any, what: str, *others: str) -> None:
 
     Args:
         config: configuration of the text model.
-        what: the feature that cannot run the model, for the message.
-        *others: other kinds of layers that the feature supports.
+        what: the feature that cannot run the model, named in the message.
+        *others: additional kinds of layers that the feature supports.
 
     Raises:
         NotSupported: the model has layers of another kind (chunked attention, a recurrent state),
@@ -396,7 +396,7 @@ def read_values(path: Path) -> dict[str, Any]:
 
 
 def _number(values: dict[str, Any]) -> Any:
-    """JSON object hook: decodes the objects that transformers writes for infinite numbers."""
+    """A JSON object hook that decodes the objects that transformers writes for infinite numbers."""
     return float(values["__float__"]) if set(values) == {"__float__"} else values
 
 
@@ -430,16 +430,16 @@ _TELLING = (
     "multi_query",
     "num_kv_shared_layers",
 )
-"""Model-specific attributes that show that a file's layers differ."""
+"""Model-specific attributes whose presence means that a file's layers differ."""
 
 
 def config_of(values: dict[str, Any]) -> Any:
     """Returns the configuration that the values of a ``config.json`` describe.
 
-    If transformers knows the model, returns transformers' configuration: a file omits the defaults
-    of its class and uses model-specific attributes to describe which layers slide, have a state or
-    share keys. Otherwise returns the file's values, provided that the layers do not differ or the
-    file lists each layer's kind.
+    If transformers knows the model, returns transformers' configuration: a file omits its class's
+    defaults and uses model-specific attributes to say which layers slide, have a state or share
+    keys. Otherwise returns the file's values, provided that the layers do not differ or the file
+    lists each layer's kind.
     """
     known, why = _transformers(values)
     if known is not None:

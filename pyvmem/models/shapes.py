@@ -41,8 +41,8 @@ class LayerShape:
         num_kv_heads: number of the layer's KV heads on this device.
         head_dim: elements per head of a key. MLA: elements of the latent, including the rotary
             part, which counts as one head.
-        v_head_dim: elements per head of a value; None: `head_dim`; 0: no values (MLA).
-        window: number of tokens a token attends to, including itself; 0: all.
+        v_head_dim: elements per head of a value; None means `head_dim`, 0 means no values (MLA).
+        window: number of tokens that a token attends to, including itself; 0 means all.
     """
 
     num_kv_heads: int
@@ -68,14 +68,14 @@ class LayerShape:
 class StateShape:
     """Data that a layer stores per request instead of rows per token. Checked on construction.
 
-    Used by linear attention (Qwen3-Next), state spaces (Jamba, Mamba-2) and short convolutions
-    (LFM2). Sizes are those on this device.
+    Used by linear attention (Qwen3-Next), state-space layers (Jamba, Mamba-2) and short
+    convolutions (LFM2). Sizes are per device.
 
     Attributes:
-        conv: channels and tokens of the convolution's input; (): the layer has no convolution.
+        conv: channels and tokens of the convolution's input; () if the layer has no convolution.
         recurrent: shape of the recurrent state, which is always float32 because it accumulates over
-            all tokens; (): the layer has no recurrent state.
-        dtype: dtype of `conv`; "": the cache's.
+            all tokens; () if the layer has no recurrent state.
+        dtype: dtype of `conv`; "" means the cache's.
     """
 
     conv: tuple[int, ...] = ()
@@ -121,7 +121,7 @@ class EmptyShape:
 
 
 Shape = LayerShape | StateShape | EmptyShape
-"""Shape of one layer's data."""
+"""The shape of one layer's data."""
 
 
 class LayerClass(NamedTuple):
@@ -135,7 +135,7 @@ class LayerClass(NamedTuple):
     dtype: str = ""
 
     def fields(self) -> dict[str, Any]:
-        """Returns `KVCacheConfig` fields, except the number of layers and an empty dtype."""
+        """Returns the `KVCacheConfig` fields, omitting the number of layers and an empty dtype."""
         fields = self._asdict()
         return fields if self.dtype else {k: v for k, v in fields.items() if k != "dtype"}
 
@@ -160,9 +160,8 @@ def classes_of(
     Classes with a state come last.
 
     Returns:
-        Each class with its number of layers; and for each layer, the places of its keys and its
-        values (None: no values) or of its first and second state, or None if the layer stores
-        nothing.
+        Each class with its number of layers; and, for each layer, the places of its keys and values
+        (None for no values) or of its first and second states, or None if the layer stores nothing.
     """
     counts: dict[LayerClass, int] = {}
     order: dict[LayerClass, int] = {}
@@ -174,7 +173,7 @@ def classes_of(
         return order.setdefault(key, len(order)), member
 
     places: dict[int, tuple[Place, Place | None] | None] = {}
-    # Classes with rows come first: the first group represents the entire cache.
+    # Classes with rows come first, since the first group represents the entire cache.
     for layer, shape in sorted(enumerate(layers), key=lambda one: isinstance(one[1], StateShape)):
         if isinstance(shape, EmptyShape):
             places[layer] = None

@@ -16,7 +16,7 @@ from pyvmem.selftest.check import Failed, NotRun, expect, raises, reserve
 __all__ = ["CHECKS"]
 
 _TENSORS = 64
-_SMALL = 4 << 20  # tolerated difference in free device memory, in bytes
+_SMALL = 4 << 20  # tolerated change in free device memory, in bytes
 _TRIES = 8
 
 
@@ -109,7 +109,7 @@ def accounting(context: Context) -> str:
     lost = 0
     try:
         with Cuda(context.cuda_device) as cuda:
-            # A leak shows up in every try; another process's allocation does not.
+            # A leak shows up on every try; an allocation by another process does not.
             for _ in range(_TRIES):
                 before = cuda.memory()[0]
                 _take_and_give_back(context)

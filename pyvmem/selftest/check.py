@@ -31,7 +31,7 @@ class Result:
         name: name of the check.
         what: a sentence that describes the check.
         result: ``"passed"``, ``"failed"`` or ``"not run"``.
-        detail: summary of the work, or the error.
+        detail: a summary of what was done, or the error.
         seconds: duration of the check.
     """
 
@@ -65,13 +65,13 @@ def raises(error: type[VMemError], call: Callable[[], Any]) -> None:
 
 
 def reserve(context: Context, size: int, *, sparse: bool = False) -> Reservation:
-    """Reserves addresses that only kernels can use; addresses for CUDA's copies are limited."""
+    """Reserves addresses that only kernels can use; those that CUDA's copies accept are limited."""
     visible = False if Caps.PLAIN in context.info.caps else None
     return context.reserve(size, visible=visible, sparse=sparse)
 
 
 def run_check(check: Callable[[Context], str], context: Context) -> Result:
-    """Runs a check, then the library's check of its invariants; returns the result."""
+    """Runs a check, then the library's own invariant check; returns the result."""
     name = check.__name__.replace("_", " ")
     what = (check.__doc__ or "").strip().splitlines()[0]
     start = time.monotonic()

@@ -36,9 +36,9 @@ FORMAT = 1
 """Version of the report's format."""
 
 NOT_TESTED = 3
-"""Exit status if the back end cannot be used on this machine, which is not a failure."""
+"""Exit status if the back end cannot be used on this machine, which does not count as a failure."""
 
-_PARAMETERS = Path("/sys/module/nvidia_uvm/parameters")  # the patched module adds parameters here
+_PARAMETERS = Path("/sys/module/nvidia_uvm/parameters")  # where the patched module adds parameters
 
 
 def add_parser(sub: Any) -> None:
@@ -75,7 +75,7 @@ def _samples(text: str) -> int:
 def _tested(backend: str, results: list[ProbeResult]) -> ProbeResult:
     """Returns the probe result of the back end to test.
 
-    For "auto", that is the first usable back end, or the last one if none is usable.
+    For "auto", this is the first usable back end, or the last one if none is usable.
     """
     if backend == "auto":
         return next((one for one in results if one.used), results[-1])

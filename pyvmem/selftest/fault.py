@@ -60,7 +60,7 @@ def _end(status: int, text: str) -> NoReturn:
 
 
 def main(words: list[str]) -> int:
-    """Maps two pages, makes valid accesses, then the invalid one."""
+    """Maps two pages, makes valid accesses and then the invalid one."""
     backend, device, kind = words
     try:
         cuda = Cuda(int(device))

@@ -86,7 +86,7 @@ def zeroing(context: Context) -> str:
             context.fill(range_.addr, count * page, 0xA5)
             context.unmap(range_.addr, count * page)
             if turn % 2:
-                context.trim(0)  # returns the pages to the driver, so that it zeroes the next ones
+                context.trim(0)  # returns the pages to the driver, which then zeroes the next ones
     return f"6 x {count} pages, every byte"
 
 
@@ -144,7 +144,7 @@ def page_sizes(context: Context) -> str:
     sizes = context.info.page_sizes
     for size in sizes:
         with reserve(context, 5 * max(size, 2 << 20)) as range_:
-            # The reservation is aligned only to its smallest page.
+            # The reservation is only aligned to its smallest page.
             first = -(-range_.addr // size) * size
             ops = OpBatch(1)
             ops.populate(first, size, 2, 2 * size, page_size=size)

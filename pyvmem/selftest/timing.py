@@ -21,7 +21,7 @@ _TENSORS = 64
 
 
 def _summary(samples: list[float]) -> dict[str, float]:
-    """Returns median, quartiles and range, in microseconds."""
+    """Returns the median, quartiles and range, in microseconds."""
     values = sorted(1e6 * sample for sample in samples)
     low, middle, high = statistics.quantiles(values, n=4)
     return {
@@ -81,7 +81,7 @@ def _cumem(device: int, samples: int) -> dict[str, Any]:
 
 
 def measure(context: Context, samples: int) -> dict[str, Any]:
-    """Returns both times for the report, or the reason why one cannot be measured."""
+    """Returns both times for the report; for one that cannot be measured, the reason."""
     result: dict[str, Any] = {"tensors": _TENSORS, context.info.backend: _ours(context, samples)}
     if context.cuda_device is None:
         return result

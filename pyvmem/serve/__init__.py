@@ -4,7 +4,7 @@
 The pieces are `job` (a prompt and its answer), `scheduler` (the requests that run in a step, and
 their memory), `attention` (the function that transformers calls), `engine` (the loop that drives
 them), and the modules of the demonstration ``vmem serve-demo``: `model`, `report`, `verify`,
-`trace`, `picture`. Needs the packages of the extra ``serve``.
+`trace`, `picture`. Requires the packages in the extra ``serve``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use: the engine imports torch, and `vmem serve-demo` parses options first.
+    # Imported on first use: the engine imports torch, and `vmem serve-demo` parses its options
+    # before that.
     if name in __all__:
         from pyvmem.serve import engine, job
 

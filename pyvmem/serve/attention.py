@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """The attention function that an unmodified transformers model calls.
 
-It is registered under the name "vmem" with transformers' public `AttentionInterface`. Since no mask
-function has that name, transformers does not create a mask. The step is passed with each call, as
-the keyword `vmem_step` that transformers forwards to the attention function, so this module keeps
-no state. The kernels come from `pyvmem.attention`.
+It is registered under the name "vmem" with transformers' public `AttentionInterface`. Since there
+is no mask function of that name, transformers does not create a mask. The step is passed with each
+call, as the keyword argument `vmem_step`, which transformers forwards to the attention function, so
+this module keeps no state. The kernels come from `pyvmem.attention`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAME = "vmem"
 
 @dataclass(frozen=True)
 class AttentionStep:
-    """A step's input to the attention function, which is the same for all layers.
+    """A step's input to the attention function, the same for all layers.
 
     Attributes:
         seen: layers that have called the function in this step.
@@ -51,8 +51,8 @@ def attention_forward(
     """Writes the step's keys and values into the cache and attends.
 
     Args:
-        query: ``[rows, num_heads, T, head_dim]``, all requests' tokens concatenated in one row, or
-            a row per request.
+        query: ``[rows, num_heads, T, head_dim]``, with all requests' tokens concatenated in one
+            row, or one row per request.
         key, value: ``[rows, num_kv_heads, T, head_dim]``.
         attention_mask: must be None; the mask follows from each token's request and position.
 
@@ -62,7 +62,7 @@ def attention_forward(
 
     Raises:
         ValueError: called without a step, or with a mask or dropout.
-        NotSupported: the scores are modified (capped, with sinks), or a layer attends twice.
+        NotSupported: the scores are modified (capped, or with sinks), or a layer attends twice.
     """
     if vmem_step is None:
         raise ValueError(

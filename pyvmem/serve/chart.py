@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Draws a run's memory over its steps as plain text for any terminal."""
+"""Draws a run's memory, step by step, as plain text that any terminal can show."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _MIB = 1 << 20
 def chart(
     steps: Sequence[tuple[int, int]], width: int = _WIDTH, height: int = _HEIGHT
 ) -> list[str]:
-    """Returns the chart's lines; an empty list if the run mapped nothing.
+    """Returns the chart's lines, or an empty list if the run mapped nothing.
 
     Args:
-        steps: for each step, the mapped bytes and the part of them that held tokens.
-        width: width of the chart; a column shows the largest of its steps.
+        steps: for each step, the number of mapped bytes and how many of them held tokens.
+        width: width of the chart; a column shows the largest of the steps it covers.
     """
     most = max((mapped for mapped, _ in steps), default=0)
     if not most:

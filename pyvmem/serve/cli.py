@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "run"]
 
-_GRANULE = 64 << 10  # a context's default granule; smaller pages need a smaller granule
+_GRANULE = 64 << 10  # a context's default granule; pages smaller than this need a smaller one
 
 
 def _group(text: str) -> int:
@@ -88,8 +88,8 @@ def add_parser(sub: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the demonstration; returns 1 if anything, such as --verify, failed, otherwise 0."""
-    # torch threads that spin at a barrier stall a busy machine: the run was eight times slower with
-    # two other processes on two cores. This has no effect if torch is already loaded.
+    # torch threads that spin at a barrier slow a busy machine down: with two other processes on two
+    # cores, the run took eight times as long. This has no effect if torch is already loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         import torch  # noqa: F401
@@ -223,7 +223,7 @@ def _serve(args: argparse.Namespace, context: Context, found: list[str]) -> int:
         group_size=group,
         memory_limit=args.memory_limit,
         ahead_tokens=AHEAD_TOKENS,
-        window_tile=256,  # no kernel reads more rows before the window
+        window_tile=256,  # no kernel reads further back than this before the window
     ) as cache:
         if not args.json:
             print(
@@ -238,13 +238,13 @@ def _serve(args: argparse.Namespace, context: Context, found: list[str]) -> int:
 
 
 def _prompts(asked: int, found: int) -> str:
-    """Describes how many prompts there are, and whether the file's prompts are repeated."""
+    """Says how many prompts there are, and whether the file's prompts are repeated."""
     text = counted(asked, "prompt")
     return f"{text} (the file has {found}; they are repeated)" if asked > found else text
 
 
 def _passed_over(why: str) -> str:
-    """Names the back ends passed over; the reasons would be too long."""
+    """Names the back ends that were passed over, without the reasons, which are too long."""
     names = re.findall(r"(?:^|; )(uvm|stock|cuda): ", why)
     return f" ({', '.join(names)} cannot be used here: `vmem probe` says why)" if names else ""
 
@@ -278,7 +278,8 @@ def _take_layout(
     )
     lengths = [max(1, len(encode(loaded.tokenizer, one))) for one in texts]
     work = [Work(length, args.max_new_tokens) for length in lengths]
-    # Count only the memory that a full batch needs: all free memory would favor larger pages.
+    # Count only the memory that a full batch needs; counting all free memory would favor larger
+    # pages.
     longest = max(one.longest for one in work)
     memory = args.memory_limit or args.max_batch * (longest * shape.token_bytes + shape.state_bytes)
     sizes = [size for size in PAGE_SIZES if size in info.page_sizes and size >= info.granule]
@@ -333,7 +334,7 @@ def _answer(
         drawn = [f"picture: {args.picture}"] if args.picture else []
         print("\n" + "\n".join([*lines, *drawn]), flush=True)
     unserved = any(c.reason is FinishReason.NO_MEMORY for c in completions)
-    # Answers must match in float32; coarser types have more ties, as the table notes.
+    # Answers must match in float32; less precise types have more ties, as the table notes.
     wrong = verdict is not None and not verdict.passed and setting["dtype"] == "float32"
     return 1 if unserved or wrong else 0
 
@@ -346,7 +347,7 @@ def _generate(
     recorder: Any,
     texts: list[str],
 ) -> tuple[list[Completion], Any]:
-    """Serves and prints the requests; returns the completions in order, and the stats."""
+    """Serves the requests and prints them; returns the completions, in order, and the stats."""
     from pyvmem.serve.engine import Engine
 
     completions: dict[int, Completion] = {}

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Continuous batching of an unmodified transformers model over a `pyvmem.engine.RequestCache`.
 
-Every step computes all running requests together: their new tokens (a prompt, a chunk of one, or
-one token) are consecutive in a batch ``[1, T]``, with their positions; `pyvmem.serve.attention`
-separates the requests. Requests join and leave between steps; decoding is greedy.
+Every step computes all running requests together: their new tokens (a prompt, a chunk of one, or a
+single token) are concatenated into a batch ``[1, T]``, along with their positions;
+`pyvmem.serve.attention` keeps the requests apart. Requests join and leave between steps; decoding
+is greedy.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class TokenEvent:
     """A new token of an answer; the last one carries the whole answer.
 
     Attributes:
-        token: None if a request ends without one (`FinishReason.NO_MEMORY`).
+        token: the new token; None if the request ends without one (`FinishReason.NO_MEMORY`).
     """
 
     request_id: int
@@ -70,11 +71,13 @@ class EngineStats:
         steps: model calls.
         prompt_tokens: prompt tokens computed, including those recomputed after a preemption.
         new_tokens: tokens generated.
-        preemptions, recomputed_tokens: how often a request lost its memory, and the tokens lost.
+        preemptions, recomputed_tokens: how often a request lost its memory, and how many tokens
+            were lost.
         peak_running: largest number of requests in a step.
-        step_s: seconds in `Scheduler.begin` (`RequestCache.admit` and `extend`): the critical path.
+        step_s: seconds in `Scheduler.begin` (`RequestCache.admit` and `extend`), on the critical
+            path.
         ahead_s: seconds in calls of `Scheduler.look_ahead` (`admit` and `prepare`).
-        model_s: seconds in the model, until the tokens reach the CPU.
+        model_s: seconds in the model, until the tokens have reached the CPU.
         model_steps_s: `model_s` per step; the first step of a shape also loads its kernels and,
             with FlexAttention, compiles them.
         total_s: seconds in `Engine.step`.
@@ -94,21 +97,21 @@ class EngineStats:
 
 
 class Engine(Closable):
-    """Serves requests with a transformers model; a context manager.
+    """Serves requests with a transformers model. Usable as a context manager.
 
     Args:
         model: a transformers causal language model on the cache's device, in the cache's dtype. Its
             attention implementation is "vmem" until `close`, which restores the previous one.
         cache: the KV cache, with the model's number of layers. It keeps all rows, or those in the
             model's windows, and the states of layers that have one. In a model with states,
-            requests with one new token run together, each in a row of the batch, and every other
-            request runs alone. For a model with MLA it keeps the latent, and the up-projections are
-            absorbed until `close`. The engine uses all slots of the cache; the caller closes it
-            after the engine.
-        prefill_chunk: maximum prompt tokens of a request in one step; 0: the whole prompt. Must be
-            0 if layers have a state.
-        background: whether to map the next step's pages while the current one is computed.
-        observer: called with every `StepRecord`.
+            requests with one new token run together, each in its own row of the batch; all others
+            run alone. For a model with MLA it keeps the latent, and the up-projections are absorbed
+            until `close`. The engine uses all slots of the cache; the caller closes it after the
+            engine.
+        prefill_chunk: maximum number of prompt tokens per request in one step; 0 means the whole
+            prompt. Must be 0 if layers have a state.
+        background: whether to map the next step's pages while the current step is computed.
+        observer: called with each `StepRecord`.
         kernel: attention kernel; see `pyvmem.attention.Attention`.
 
     Attributes:
@@ -188,7 +191,7 @@ class Engine(Closable):
         return len(self._scheduler.waiting) + len(self._scheduler.running)
 
     def add(self, job: Job) -> None:
-        """Queues a job; it joins in a later step. Raises ValueError like `Scheduler.add`."""
+        """Queues a job, which joins in a later step. Raises ValueError as `Scheduler.add` does."""
         self._scheduler.add(job)
 
     def run(self, jobs: Iterable[Job]) -> Iterator[TokenEvent]:
@@ -199,11 +202,11 @@ class Engine(Closable):
             yield from self.step()
 
     def step(self) -> list[TokenEvent]:
-        """Maps memory and runs the model once; returns a token for each complete prompt.
+        """Maps memory and runs the model once; returns a token for each prompt that is complete.
 
         Raises:
-            VMemError: the cache failed for a reason other than a shortage of memory.
-            RuntimeError: requests are waiting, but the cache has no slot for any of them.
+            VMemError: the cache failed for a reason other than running out of memory.
+            RuntimeError: requests are waiting, but the cache has no slots for them.
         """
         started = time.perf_counter()
         events: list[TokenEvent] = []
@@ -331,7 +334,7 @@ class Engine(Closable):
 
 
 def _states_of(cache: KVCache, shapes: list[Shape]) -> LayeredCache | None:
-    """Returns the cache if layers have states, else None. Raises ValueError if shapes differ."""
+    """Returns the cache if any layer has states, else None. Raises ValueError if shapes differ."""
     held: list[type] = [LayerShape] * cache.config.num_layers
     if isinstance(cache, LayeredCache):
         held = [type(shape) for shape in cache.layers]

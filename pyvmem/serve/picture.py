@@ -21,7 +21,7 @@ from pyvmem.serve.trace import TRACE_FORMAT
 __all__ = ["draw", "main"]
 
 _MIB = 1 << 20
-_KEPT = "0.85"  # gray: pages that no request owns
+_KEPT = "0.85"  # gray, for pages that no request owns
 _Box = tuple[float, float, float, float]  # x, y, width, height
 
 
@@ -35,7 +35,7 @@ def _runs(values: list[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def _blocks(trace: dict[str, Any], lane: float) -> tuple[dict[int, list[_Box]], list[_Box]]:
-    """Returns a box per page, over the steps in which a request owns it or a free slot keeps it."""
+    """Returns a box per page, spanning the steps in which a request or a free slot holds it."""
     steps = trace["steps"]
     owned: dict[int, list[_Box]] = {}
     kept: list[_Box] = []
@@ -59,7 +59,7 @@ def draw(trace: dict[str, Any], out: str | Path) -> None:
     """Writes the picture of a trace.
 
     Raises:
-        ValueError: the trace has another format or no steps.
+        ValueError: the trace is in another format or has no steps.
         ModuleNotFoundError: matplotlib is not installed.
     """
     if trace.get("format") != TRACE_FORMAT:
@@ -72,7 +72,7 @@ def draw(trace: dict[str, Any], out: str | Path) -> None:
     from matplotlib.figure import Figure
 
     settings: Any = {
-        "svg.hashsalt": "vmem",  # fixed, so that the file is reproducible
+        "svg.hashsalt": "vmem",  # fixed, to make the file reproducible
         "svg.fonttype": "none",
         "font.size": 9,
         "axes.spines.top": False,
@@ -121,7 +121,7 @@ def _draw_lanes(axes: Any, trace: dict[str, Any]) -> None:
 
 
 def _draw_total(axes: Any, trace: dict[str, Any]) -> None:
-    """Draws the sum over all slots, and the memory that other layouts would need."""
+    """Draws the total over all slots, and the memory that other layouts would need."""
     steps = trace["steps"]
     x = [step["step"] for step in steps] + [steps[-1]["step"] + 1]
 

@@ -35,9 +35,9 @@ class AnswerPrinter:
 
     Args:
         tokenizer: the model's tokenizer.
-        prompts: prompts by request id; each is printed when the first token of its answer arrives.
+        prompts: prompts by request id; each is printed once the first token of its answer arrives.
         write: called with each line, without its newline.
-        width: characters after which a line is broken at a space.
+        width: number of characters after which a line is broken at a space.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class AnswerPrinter:
         self._digits = len(str(max(prompts, default=0)))
         self._tokens: dict[int, list[int]] = {}
         self._printed: dict[int, int] = {}
-        self._left = deque(sorted(prompts))  # request ids; the answer of the first is being printed
+        self._left = deque(sorted(prompts))  # request ids; the first one's answer is being printed
         self._held: dict[int, list[str]] = {name: [] for name in prompts}
         self._ended: set[int] = set()
 

@@ -101,7 +101,7 @@ def build(
 
 
 def _align(rows: Iterable[Sequence[str]], indent: str = "  ") -> list[str]:
-    """Aligns columns: the first flush left, the others flush right."""
+    """Aligns columns: the first to the left, the others to the right."""
     table = [list(row) for row in rows]
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
     return [
@@ -179,7 +179,7 @@ def _time_table(result: dict[str, Any]) -> list[str]:
 
 
 def _steps(seconds: Sequence[float]) -> list[tuple[str, str]]:
-    """Formats the median model step, and the total of the slowest tenth (kernel compilation)."""
+    """Formats the median model step and the total for the slowest tenth (kernel compilation)."""
     if not seconds:
         return []
     slowest = sorted(seconds)[9 * len(seconds) // 10 :]
@@ -210,7 +210,7 @@ def _verify_lines(result: dict[str, Any]) -> list[str]:
 
 
 def summary(result: dict[str, Any]) -> list[str]:
-    """Returns the closing lines of a run."""
+    """Returns the lines that conclude a run."""
     memory, engine = result["memory"], result["engine"]
     own, *others = memory["replay"]
     big, static = others[0], others[-1]

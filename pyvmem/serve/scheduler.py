@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Schedules steps: admission by memory, preemption by recomputation.
+"""Schedules steps: admission by available memory, preemption by recomputation.
 
 The scheduler owns the queue and the requests of a `pyvmem.engine.RequestCache`; it handles no
 tensors. One iteration:
@@ -28,14 +28,15 @@ class Scheduler:
     """Continuous batching over a KV cache.
 
     Args:
-        cache: used by this scheduler alone; the caller closes it.
-        prefill_chunk: maximum prompt tokens of a sequence in one step; 0: the whole prompt.
-        background: whether to map the next step's pages while this one is computed.
+        cache: the cache, used only by this scheduler; the caller closes it.
+        prefill_chunk: maximum number of prompt tokens per sequence in one step; 0 means the whole
+            prompt.
+        background: whether to map the next step's pages while the current step is computed.
 
     Attributes:
         waiting: sequences without a slot, in the order in which they will join.
         running: sequences with a slot, and their requests, in the order in which they joined.
-        preemptions: number of times that a sequence lost computed rows.
+        preemptions: number of times a sequence lost computed rows.
         recomputed: total number of rows lost.
     """
 
@@ -56,7 +57,7 @@ class Scheduler:
         """Queues a job.
 
         Raises:
-            ValueError: the prompt is longer than a slot, or the id belongs to an unfinished job.
+            ValueError: the prompt does not fit in a slot, or the id belongs to an unfinished job.
         """
         if len(job.prompt) > self._cache.max_seq_len:
             raise ValueError(
@@ -68,14 +69,15 @@ class Scheduler:
         self.waiting.append(Sequence.of(job))
 
     def begin(self) -> tuple[list[Sequence], Sequence | None]:
-        """Selects the sequences of a step and maps their memory.
+        """Selects the sequences for a step and maps their memory.
 
         Returns:
-            The step's sequences, with `chunk` set and memory for all their rows, and None; or an
-            empty list, and a sequence that was removed because it does not fit even on its own.
+            The step's sequences, with `chunk` set and memory mapped for all their rows, and None;
+            or an empty list and a sequence that was removed because it does not fit even on its
+            own.
 
         Raises:
-            RuntimeError: sequences are waiting, but the cache has no slot for any of them.
+            RuntimeError: sequences are waiting, but the cache has no slots for them.
         """
         short = self._join()
         if short is not None and (short.never or not self.running):
@@ -110,7 +112,7 @@ class Scheduler:
         self._short = False
 
     def _join(self) -> Shortage | None:
-        """Admits sequences until slots or memory run out; returns the shortage, if any."""
+        """Admits sequences until it runs out of slots or memory; returns the shortage, if any."""
         while self.waiting and not (self._short and self.running):
             found = self._cache.admit(self.waiting[0].tokens, room=0, reserve=self._reserve)
             if isinstance(found, Shortage):

@@ -2,7 +2,7 @@
 """Shows prompts and growing answers side by side on a terminal, above a memory line.
 
 Finished answers scroll up; unfinished ones and the memory line are redrawn in place below. Needs
-rich; if standard output is not a terminal, `printer` is used instead.
+rich; `printer` is used instead if standard output is not a terminal.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Screen:
         tokenizer: the model's tokenizer.
         prompts: the prompts by request id.
         cache: the cache whose memory is shown.
-        console: a `rich.console.Console`; None: standard output.
+        console: a `rich.console.Console`; None for standard output.
 
     Raises:
         ModuleNotFoundError: rich is not installed.
@@ -103,13 +103,13 @@ class Screen:
 
     @staticmethod
     def _add(table: Any, *cells: str, style: str = "") -> None:
-        """Adds cells as plain text, not rich markup: prompts may contain brackets."""
+        """Adds cells as plain text rather than rich markup, since prompts may contain brackets."""
         from rich.text import Text
 
         table.add_row(*(Text(cell, overflow="fold") for cell in cells), style=style)
 
     def _memory(self, running: int) -> str:
-        """Returns the memory line, with as much about memory and requests as fits."""
+        """Returns the memory line, with as much detail on memory and requests as fits."""
         stats = self._cache.stats()
         filled = round(_BAR * stats.used_bytes / stats.mapped_bytes) if stats.mapped_bytes else 0
         bar = f"[{'#' * filled}{'.' * (_BAR - filled)}] "

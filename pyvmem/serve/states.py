@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """The transformers cache for one engine call of a model with state layers.
 
-A state layer treats each row of a batch as one request. So the engine calls the model once for all
-requests with one new token, each in its own row, and once for every request with more; this object
-loads each row's state from its slot and saves the new state. Attention reads slots as usual: its
-layers get the new tokens from this object.
+A state layer treats each row of a batch as one request. The engine therefore calls the model once
+for all requests with one new token, each in its own row, and once for every request with more. This
+object loads each row's state from its slot and saves the new state. Attention layers read slots as
+usual; they get the new tokens from this object.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pyvmem.kvcache import EmptyShape, LayeredCache, StateShape
 
 __all__ = ["StepPast"]
 
-# Any, so that type checks give the same result with and without transformers.
+# Any, so that type checking gives the same result with and without transformers.
 _Cache: Any = cache_utils.Cache
 _Layer: Any = cache_utils.CacheLayerMixin
 _State: Any = cache_utils.LinearAttentionLayer
 
 
 class _New(_Layer):  # type: ignore[misc]  # a base that is Any
-    """An attention layer: passes on the new tokens' keys and values."""
+    """An attention layer, which only passes on the new tokens' keys and values."""
 
     is_sliding = False
 
@@ -45,7 +45,7 @@ class _New(_Layer):  # type: ignore[misc]  # a base that is Any
         return key_states, value_states
 
     def get_seq_length(self) -> int:
-        """Returns the number of tokens of the longest request before this call."""
+        """Returns how many tokens the longest request had before this call."""
         return self._length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -58,13 +58,13 @@ class _New(_Layer):  # type: ignore[misc]  # a base that is Any
 
 
 class StepPast(_Cache):  # type: ignore[misc]  # a base that is Any
-    """The states of some slots in transformers' own layers; `save` copies them back.
+    """The states of some slots, in transformers' own layers; `save` copies them back.
 
     Args:
-        cache: the cache that has the slots.
+        cache: the cache that the slots belong to.
         slots: the slot of each row of the batch, in order.
-        lengths: number of tokens computed in each slot, or 0 if its states are new. Either all are
-            0 or none is.
+        lengths: number of tokens computed in each slot, or 0 if its states are new. Either all of
+            them are 0 or none is.
     """
 
     def __init__(self, cache: LayeredCache, slots: Sequence[int], lengths: Sequence[int]) -> None:

@@ -7,11 +7,11 @@ of R bytes, a step whose requests hold n_1, n_2, ... tokens has mapped
     sum over requests i of  ceil(n_i * R / P) * P * T
 
 and used ``sum of n_i * R * T``, which is the same for all layouts. A static reservation gives each
-of these requests ``max_seq_len * R * T``, regardless of its length. A layout's peak is the largest
-step under that layout. The replay counts running requests only; pages that the cache keeps mapped
-for the next request appear only in the measured numbers, so the replay of the run's own layout is
-printed next to them. Groups of different layers are summed; rows that leave a window are counted
-as if kept, in every layout.
+of these requests ``max_seq_len * R * T``, regardless of its length. A layout's peak is its largest
+step. The replay counts running requests only; pages that the cache keeps mapped for the next
+request appear only in the measured numbers, so the replay of the run's own layout is printed next
+to them. Layer groups are summed; rows that have left a window count as if they were kept, in every
+layout.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Replay:
         self._peak = (0, 0)  # mapped and used bytes of the largest step
 
     def bytes_for(self, tokens: int) -> int:
-        """Returns the physical bytes that back a request of this many tokens."""
+        """Returns the number of physical bytes that back a request of this many tokens."""
         layouts = self._layouts
         if not self.page_size:
             return self._used(layouts[0].config.max_seq_len)
@@ -78,12 +78,13 @@ class Replay:
     def add(self, lengths: list[int]) -> tuple[int, int]:
         """Accounts for a step; returns its mapped and used bytes."""
         step = (sum(map(self.bytes_for, lengths)), sum(map(self._used, lengths)))
-        # If steps are equally large, keep the one with the most used bytes: it favors each layout.
+        # Of equally large steps, keep the one with the most used bytes, which favors every layout
+        # alike.
         self._peak = max(self._peak, step)
         return step
 
     def _used(self, tokens: int) -> int:
-        """Returns the size in bytes of the rows of this many tokens; a state counts as one row."""
+        """Returns the bytes taken by the rows of this many tokens; a state counts as one row."""
         return sum(
             (min(tokens, 1) if one.state else tokens) * one.row_bytes * one.num_tensors
             for one in self._layouts
@@ -101,7 +102,7 @@ class Recorder:
     Args:
         cache: the run's cache.
         page_size: the cache's page size in bytes.
-        keep_steps: whether to keep the data for `trace`.
+        keep_steps: whether to keep the data that `trace` needs.
     """
 
     def __init__(self, cache: KVCache, page_size: int, *, keep_steps: bool = False) -> None:

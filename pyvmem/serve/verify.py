@@ -2,8 +2,8 @@
 """Checks answers against transformers' ``generate`` with its `DynamicCache`, one request at a time.
 
 The rule: an answer is compared up to its first difference. A difference is accepted only at a near
-tie of the reference (its two best logits differ by less than `TIE` of the larger), and in at most
-one of 32 requests; the request is then served again under teacher forcing with the reference's
+tie in the reference (its two best logits differ by less than `TIE` of the larger), and in at most
+one in 32 requests; the request is then served again under teacher forcing with the reference's
 tokens, and at every other position the engine's own choice must match the reference.
 """
 
@@ -41,7 +41,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Difference:
-    """A position where the engine's token differs from the reference's (None: no token)."""
+    """A position where the engine's token differs from the reference's; None means no token."""
 
     request_id: int
     position: int
@@ -56,7 +56,7 @@ class Verdict:
     """The outcome of `compare`.
 
     Attributes:
-        requests, identical: number of requests compared, and number that match in every token.
+        requests, identical: number of requests compared, and how many of them match in every token.
         allowed: maximum number of requests that may differ at a tie.
         differences: all differences found.
         passed: whether the rule at the top of this module holds.
@@ -99,7 +99,7 @@ def _generate(loaded: LoadedModel, job: Job) -> Reference:
 
 
 def _key(loaded: LoadedModel, job: Job) -> str | None:
-    """Hashes everything that a reference depends on; None if the model cannot be identified."""
+    """Hashes everything that a reference depends on; returns None for an unidentifiable model."""
     import torch
     import transformers
 
@@ -123,11 +123,11 @@ def _key(loaded: LoadedModel, job: Job) -> str | None:
 def references(
     loaded: LoadedModel, jobs: Sequence[Job], progress: Callable[[int], None] | None = None
 ) -> list[Reference]:
-    """Returns the jobs' references, cached on disk under a hash of everything they depend on.
+    """Returns the jobs' references, which are cached on disk by a hash of all their inputs.
 
     Args:
         loaded: the model, with transformers' own attention, not an engine's.
-        progress: called with the number of jobs done.
+        progress: called with the number of jobs done so far.
 
     Raises:
         ValueError: an engine is open on the model.
@@ -189,7 +189,7 @@ def compare(
 
     Args:
         cache: the cache used to serve differing requests again.
-        expected: the references by request id.
+        expected: references by request id.
     """
     found: list[Difference] = []
     again: list[tuple[Job, Difference]] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Page-locked host memory for the contents of a paused `VMemPool`, reused by later pauses."""
+"""Page-locked host memory for a paused `VMemPool`'s contents, reused by later pauses."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class HostBlock:
 
     Args:
         size: size in bytes, a multiple of the system's page size.
-        device: CUDA device that copies from and to the range, which is page-locked for it if
-            possible; None: the range is not page-locked.
+        device: CUDA device that copies to and from the range, which is page-locked for it if
+            possible; if None, the range is not page-locked.
 
     Raises:
         OutOfMemory: the range cannot be allocated.
@@ -48,7 +48,7 @@ class HostBlock:
         self.size = size
         self._window = ctypes.c_char * size
         self.address = ctypes.addressof(self._window.from_buffer(self.memory))
-        with contextlib.suppress(OSError):  # without huge pages in the kernel, lock small pages
+        with contextlib.suppress(OSError):  # if the kernel has no huge pages, small ones are locked
             self.memory.madvise(mmap.MADV_HUGEPAGE)
         self._device = device
         if device is not None:
@@ -80,10 +80,10 @@ class HostBlock:
         return memoryview(window).cast("B")[offset : offset + nbytes]
 
     def unlock(self) -> None:
-        """Unregisters the range before it is freed, or CUDA would treat it as page-locked."""
+        """Unregisters the range before it is freed, or CUDA would still consider it locked."""
         # A forked child has a copy of this object, but cannot use CUDA.
         if self._device is not None and self._locked_by == os.getpid():
-            # fails if CUDA has shut down, which drops all registrations
+            # fails if CUDA has shut down, which has already dropped all registrations
             with contextlib.suppress(VMemError):
                 self._call(self._device, "cuMemHostUnregister")
         self._locked_by = 0
@@ -98,7 +98,7 @@ class HostBlock:
 
 
 class HostMemory:
-    """A pool's host blocks, in use or spare. Not thread-safe by itself.
+    """A pool's host blocks, both in use and spare. Not thread-safe on its own.
 
     Args:
         device: as for `HostBlock`.
@@ -112,7 +112,7 @@ class HostMemory:
     def take(self, size: int) -> HostBlock:
         """Returns a spare or new block of at least `size` bytes, which `give` takes back.
 
-        There are never more blocks than have been in use at the same time, since a new block
+        There are never more blocks than the most that were in use at once, since a new block
         replaces a spare one.
 
         Raises:
@@ -130,7 +130,7 @@ class HostMemory:
         return block
 
     def give(self, block: HostBlock) -> None:
-        """Makes a block spare, unless views of it are alive, which then keep it alive."""
+        """Makes a block spare, unless views of it are alive; they then keep it alive."""
         if block.viewed:
             block.unlock()
         else:

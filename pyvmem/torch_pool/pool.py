@@ -10,7 +10,7 @@
 
 torch calls the pool through two C functions without a user pointer (`CUDAPluggableAllocator`), so a
 process has one pool per device. torch's caching allocator requests segments of 2 MiB, 20 MiB or
-more, keeps them and carves tensors out of them. Each tag has its own ``torch.cuda.MemPool``, so a
+more, caches them and carves tensors out of them. Each tag has its own ``torch.cuda.MemPool``, so a
 segment holds tensors of a single tag. torch's expandable segments use a different allocator: their
 tensors are not in the pool, as `VMemPool.owns` reports.
 
@@ -46,7 +46,7 @@ _VISIBLE = _native.constant("VMEM_RESERVE_VISIBLE")
 
 
 class PoolRemains(Remains):
-    """Cleans up a pool whose owner was lost, unless the pool was used and may hold tensors.
+    """Cleans up a pool that was lost without `close`, unless it was used and may hold tensors.
 
     Attributes:
         used: true once a `use` block has been entered.
@@ -75,9 +75,9 @@ class PoolRemains(Remains):
 class VMemPool:
     """Places torch's tensors on pages of a context. Usable as a context manager.
 
-    The caller owns the context, and cannot close it before the pool. On ``host``, torch has no
-    interface for such allocators: `use` raises, and only C callers of ``vmem_malloc`` can use the
-    pool. Thread-safe.
+    The caller owns the context and cannot close it before the pool. torch has no interface for such
+    allocators on ``host``: `use` raises, and only C callers of ``vmem_malloc`` can use the pool.
+    Thread-safe.
 
     Args:
         context: allocates the pages. If it has `Caps.VISIBLE`, CUDA's own copies accept the
@@ -114,7 +114,8 @@ class VMemPool:
             )
             self._closed = False
         except BaseException:
-            # the traceback keeps the array alive; closing the context frees the array's addresses
+            # the traceback keeps the array alive; its addresses are freed when the context is
+            # closed
             with suppress(Busy):
                 self._remains.unregister()
                 self._let_go()
@@ -138,7 +139,7 @@ class VMemPool:
 
         Raises:
             NotSupported: the context is on ``host``.
-            Busy: the tag is paused: torch might reuse part of a segment that has no memory.
+            Busy: the tag is paused, and torch might reuse part of a segment that has no memory.
             torch.OutOfMemoryError: (inside the block) no pages are left; `stats` gives the reason.
         """
         if self._context.cuda_device is None:
@@ -178,7 +179,7 @@ class VMemPool:
             torch_alloc.set_tag(tag.number)
             yield tag
         finally:
-            try:  # only C calls, so asynchronous exceptions are raised only after them
+            try:  # only C calls, so an asynchronous exception cannot be raised until they are done
                 torch_alloc.set_tag(before)
             finally:
                 users.discard(user)
@@ -196,7 +197,7 @@ class VMemPool:
 
         Args:
             address: address of a tensor in the pool.
-            nbytes: number of bytes from `address` on, within one segment.
+            nbytes: number of bytes starting at `address`, within one segment.
         """
         with self._lock:
             self._check_open("saved")
@@ -207,20 +208,19 @@ class VMemPool:
     # ---- pause and resume ----------------------------------------------------------------------
 
     def pause(self, tag: str | Mapping[str, bool] | None = None, *, keep: bool = True) -> int:
-        """Releases physical memory to the device. The addresses remain, but must not be accessed.
+        """Returns physical memory to the device. The addresses remain but must not be accessed.
 
         Contents are copied to host memory, page-locked if possible, so that the copy runs at bus
-        speed. Page-locking takes longer than the copy, so this memory is kept for the next pause,
-        up to the maximum that was in use; `drop_host` and `close` free it.
+        speed. Page-locking takes longer than copying, so this memory is kept for the next pause, up
+        to the most that was ever in use; `drop_host` and `close` free it.
 
-        First waits for the device's work. Each tag is paused atomically; if one fails, earlier tags
+        Waits for the device's work first. Each tag is paused atomically; if one fails, earlier tags
         remain paused. Pausing a tag again pauses the segments added since.
 
         Args:
-            tag: the tag to pause; None: all tags; a mapping: several tags, in its order, each with
-                its `keep`.
-            keep: whether to copy the contents to host memory; otherwise, they are zeros after
-                `resume`.
+            tag: the tag to pause; None for all tags; or a mapping from tags, paused in its order,
+                to each one's `keep`.
+            keep: whether to copy the contents to host memory; if not, they are zero after `resume`.
 
         Returns:
             Bytes that the context has returned to the device. The context keeps its other free
@@ -256,7 +256,7 @@ class VMemPool:
         resumed.
 
         Args:
-            tag: the tag to resume; None: all paused tags, in the order of their first use.
+            tag: the tag to resume; None for all paused tags, in order of first use.
 
         Returns:
             Bytes mapped again; 0 if nothing was paused.
@@ -270,7 +270,7 @@ class VMemPool:
             return sum(one.resume() for one in self._chosen(tag) if one.paused)
 
     def drop_host(self) -> int:
-        """Frees host memory that holds no contents; the next `pause` must page-lock memory again.
+        """Frees host memory that holds no contents; the next `pause` has to page-lock memory again.
 
         Returns the bytes freed.
         """
@@ -332,9 +332,9 @@ class VMemPool:
             self._closed = True
 
     def _drop_workspaces(self) -> None:
-        """Makes torch drop cuBLAS's workspace, which is in the pool if a `use` block allocated it.
+        """Makes torch drop cuBLAS's workspace, which is in the pool if allocated in a `use` block.
 
-        Otherwise later matrix products would use the workspace even while it is paused.
+        Otherwise, later matrix products would use the workspace even while it is paused.
         """
         if any(tag.pool is not None for tag in self._tags.values()):
             import torch
@@ -343,7 +343,7 @@ class VMemPool:
 
     def _return_segments(self) -> None:
         """Drops the MemPools and empties torch's cache, so that torch frees their segments."""
-        if self._allocator is not None:  # None: torch has not used the pool
+        if self._allocator is not None:  # if None, torch has not used the pool
             import torch
 
             self._drop_workspaces()

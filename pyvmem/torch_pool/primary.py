@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The primary context of a CUDA device, through libcuda.
 
-Does not use the CUDA runtime, whose failed calls would also be reported by the next kernel launch.
+Does not use the CUDA runtime, because the next kernel launch would report its failed calls too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PrimaryContext(Closable):
     """
 
     def __init__(self, device: int) -> None:
-        self._context = ctypes.c_void_p()  # set by CUDA once it is retained
+        self._context = ctypes.c_void_p()  # set by CUDA once the context is retained
         self._pid = os.getpid()
         self._cuda = ctypes.CDLL("libcuda.so.1")
         self._number = ctypes.c_int()
@@ -60,8 +60,7 @@ class PrimaryContext(Closable):
         """
         before = ctypes.c_void_p()
         self._check("cuCtxGetCurrent", ctypes.byref(before))
-        # Set, not pushed, so that restoring the context is harmless even if an exception comes
-        # first.
+        # Set rather than pushed, so that restoring is harmless even if an exception comes first.
         try:
             self._check("cuCtxSetCurrent", self._context)
             self._check(function, *arguments)
@@ -71,7 +70,7 @@ class PrimaryContext(Closable):
     def close(self) -> None:
         """Releases the context. Idempotent."""
         if self._context.value:
-            # cleared first, as a second release would drop torch's reference
+            # cleared first, because a second release would drop torch's reference
             self._context.value = None
             self._cuda.cuDevicePrimaryCtxRelease_v2(self._number)
 

@@ -16,7 +16,7 @@ __all__ = ["Tag", "TorchPoolStats"]
 
 @dataclass(frozen=True)
 class TorchPoolStats:
-    """State of one tag of a `VMemPool`, or of all tags, and counters of the entire pool.
+    """The state of one or all tags of a `VMemPool`, and counters for the entire pool.
 
     Attributes:
         blocks: number of segments that torch holds.
@@ -25,7 +25,7 @@ class TorchPoolStats:
         saved_bytes: the part of `paused_bytes` whose contents are in host memory.
         mallocs, frees: number of segments that torch has allocated and freed so far.
         failures: number of failed calls from torch.
-        last_error: the error of the latest failure; torch itself only reports "out of memory".
+        last_error: the error from the latest failure; torch itself only reports "out of memory".
         host_bytes: host memory of the entire pool, including memory kept for the next pause.
         locked_bytes: the part of `host_bytes` that is page-locked.
     """
@@ -43,7 +43,7 @@ class TorchPoolStats:
 
     @classmethod
     def of(cls, device: int, host: HostMemory, number: int = torch_alloc.ALL) -> TorchPoolStats:
-        """Returns the current state of a tag, or of all tags by default."""
+        """Returns the current state of a tag, or of all tags if none is given."""
         now = torch_alloc.stats(device, number)
         return cls(
             now.blocks,
@@ -61,17 +61,17 @@ class TorchPoolStats:
 
 @dataclass(slots=True, eq=False)
 class Tag:
-    """Segments paused and resumed together. Not thread-safe by itself.
+    """Segments that are paused and resumed together. Not thread-safe on its own.
 
     Attributes:
         name: the caller's name for the tag.
-        number: the tag's number in C; 0 stands for threads without a tag.
+        number: the tag's number in C, where 0 means a thread without a tag.
         device: the pool's device.
         host: the pool's host memory.
-        users: one object for each active `VMemPool.use` block.
+        users: an object for each active `VMemPool.use` block.
         paused: true if the tag has been paused and not resumed since.
         pool: the tag's torch.cuda.MemPool, once created.
-        saved: contents of paused segments. C holds pointers into them, so they live until the
+        saved: contents of paused segments. C holds pointers into them, so they must live until the
             segments are resumed.
     """
 
@@ -97,7 +97,7 @@ class Tag:
             outcome = Outcome()
             try:
                 if save is not None:
-                    self.saved.append(save)  # kept before the call, after which C holds its address
+                    self.saved.append(save)  # before the call, after which C holds its address
                 self.paused = True
                 memory = None if save is None else save.memory
                 torch_alloc.pause(self.device, self.number, memory, outcome)
@@ -110,7 +110,7 @@ class Tag:
                             self.saved.remove(save)
                         self.host.give(save)
                 if not isinstance(error, TooManyBatches):
-                    raise  # otherwise torch has added a segment since: retry
+                    raise  # otherwise, torch has added a segment in the meantime: retry
 
     def view_of(self, at: int, nbytes: int) -> memoryview | None:
         """Returns the saved contents at a host address, or None if this tag did not save them."""
