@@ -63,7 +63,7 @@ def changelog(upstream: str, who: str, when: int) -> str:
 
 
 def make_orig(source: Path, folder: Path, upstream: str, when: int) -> Path:
-    """Creates a source tree's upstream archive, with a fixed file order, timestamps and owner."""
+    """Creates a source tree's upstream archive, with fixed file order, timestamps and ownership."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as archive:
         for path in sorted(source.rglob("*")):
@@ -116,7 +116,7 @@ def make_deb(out: Path, *, check: bool = True) -> list[Path]:
         jobs = len(os.sched_getaffinity(0))
         options = f"parallel={jobs}" + ("" if check else " nocheck")
         env = {"SOURCE_DATE_EPOCH": str(when), "DEB_BUILD_OPTIONS": options}
-        # Do not inherit the settings of a calling make.
+        # Do not inherit settings from a calling make.
         env |= {"MAKEFLAGS": "", "MAKELEVEL": "", "MFLAGS": ""}
         run("dpkg-buildpackage", "-us", "-uc", cwd=tree, **env)
         made = sorted(path for path in folder.iterdir() if path.is_file())

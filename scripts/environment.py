@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Sets up the environment for `make run` and `make test`; quick if it is up to date.
+"""Sets up the environment for `make run` and `make test`; quick if already up to date.
 
 Missing system packages are listed, then installed (as root or with sudo); everything else is
-installed below build/. If the python3 that runs this script has torch or another requirement, it is
+installed under build/. If the python3 that runs this script has torch or another requirement, it is
 reused, so that set-up works without a network.
 """
 
@@ -184,7 +184,7 @@ def install_project() -> None:
     if built and stamp.exists() and stamp.read_text(encoding="utf-8") == digest.hexdigest():
         return
     say("building the extension and installing the project")
-    # A running program has the old file mapped: replace it, do not overwrite it.
+    # A running program may have the old file mapped, so replace it instead of overwriting it.
     for old in (ROOT / "pyvmem").glob("_vmem*.so"):
         old.unlink()
     if not pip_install("--no-deps", "--no-build-isolation", "-e", ROOT, "-e", BENCHMARKS):

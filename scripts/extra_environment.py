@@ -16,7 +16,7 @@ CANNOT = 77  # exit status if this machine cannot get the packages
 
 
 def ask(python: str | Path, program: str) -> str:
-    """Runs a program with a Python interpreter; returns its stripped output."""
+    """Runs a program with a Python interpreter and returns its stripped output."""
     return subprocess.check_output([python, "-c", program], text=True).strip()
 
 

@@ -76,7 +76,7 @@ def noted_folder(tree: Tree) -> Path:
 def findings(
     command: Sequence[str | Path], folder: Path, work: Path, sources: list[Path]
 ) -> list[str]:
-    """Runs a command; returns its reports about our files."""
+    """Runs a command and returns what it reports about our files."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     lines = [line.replace(f"{work}/", "") for line in (done.stdout + done.stderr).splitlines()]
     ours = {path.name for path in sources}

@@ -34,7 +34,7 @@ def unpack(packages: list[Path], root: Path) -> None:
 
 
 def use_libraries(root: Path, libraries: Path) -> None:
-    """Makes all programs below `root` use the C library in `libraries`."""
+    """Makes all programs under `root` use the C library in `libraries`."""
     programs = []
     for path in root.rglob("*"):
         if path.is_symlink() or not path.is_file() or not path.stat().st_mode & 0o100:
@@ -51,7 +51,7 @@ def use_libraries(root: Path, libraries: Path) -> None:
 
 
 def compiler_folder(suite: str, compiler: str) -> Path:
-    """Returns the directory with a suite's compiler, created if missing."""
+    """Returns the directory with a suite's compiler; creates it if missing."""
     final = FOLDER / f"{suite}-{compiler}"
     with locked(FOLDER / f".{final.name}.lock"):
         if final.is_dir():

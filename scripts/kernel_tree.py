@@ -43,7 +43,7 @@ __all__ = ["Tree", "build_tree", "headers_of"]
 MODULES = ("nvidia", "nvidia-uvm")
 LOCK_CLASSES = ROOT / "tests" / "kernel" / "guest" / "lockdep_classes.h"
 
-# Replaces nvidia/nvidia.Kbuild: builds the software GPU, and names the driver's conftests.
+# Replaces nvidia/nvidia.Kbuild: builds the software GPU and lists the driver's conftests.
 SOFTGPU_KBUILD = """\
 obj-m += nvidia.o
 {objects}
@@ -73,7 +73,7 @@ FEATURES = {
 
 @dataclass(frozen=True)
 class Tree:
-    """A build to make: the driver's version, the kernel, and the kind of build."""
+    """A build, defined by the driver's version, the kernel, and the kind of build."""
 
     version: str
     headers: KernelHeaders
@@ -280,7 +280,7 @@ def publish(tree: Tree) -> None:
 
 
 def build_tree(tree: Tree, jobs: int = 2) -> Path:
-    """Builds a tree incrementally; returns the directory with the modules."""
+    """Builds a tree incrementally and returns the directory with the modules."""
     with locked(tree.lock):
         if tree.mutant and not tree.work.is_dir():
             unchanged = replace(tree, mutant=None)

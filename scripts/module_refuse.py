@@ -224,7 +224,7 @@ def load_refusals(
 ) -> list[str]:
     """Returns all reasons not to load the patched module now.
 
-    `allowed`: names from ALLOWABLE, whose doubts are ignored.
+    `allowed`: the doubts to ignore, by their names in ALLOWABLE.
     """
     if not any(name.startswith(PREFIX) for name in module.parameters):
         return [f"{module.path} is not the patched module: it has no parameter {PREFIX}*"]

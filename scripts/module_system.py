@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Describes a machine: its kernel, its NVIDIA driver, and the processes that use the driver.
 
-Everything is read below a root directory, so that a test can describe any machine as plain files.
+Everything is read relative to a root directory, so that a test can describe any machine as plain
+files.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class DeviceUser:
 
 @dataclass(frozen=True)
 class System:
-    """A machine with its files below `root`."""
+    """A machine whose files are under `root`."""
 
     root: Path = Path("/")
 

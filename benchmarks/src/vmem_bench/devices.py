@@ -43,7 +43,7 @@ __all__ = ["add_parser", "run"]
 
 _Call = Callable[[Sequence[int]], int]
 _PAGES = 64  # pages mapped and unmapped per turn, one at a time
-_ALIVE = 16384  # mappings in place while kernel memory is measured
+_ALIVE = 16384  # mappings that exist while kernel memory is measured
 _STEPS = 32  # steps per turn
 _MIB = 1 << 20
 _METHOD = {

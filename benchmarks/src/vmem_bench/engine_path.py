@@ -31,7 +31,7 @@ _PYVMEM = {
 def engine_path(folder: Path, path: str = "") -> str:
     """Returns a PYTHONPATH with pyvmem, the benchmarks and the entry points that an engine needs.
 
-    The entry points load the plug-in that draws the weights and, if pyvmem is not installed,
+    The entry points load the plug-in that randomizes the weights and, if pyvmem is not installed,
     pyvmem's plug-ins.
 
     Args:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """`vmem bench models`: decode and prefill of several models, compared with transformers' cache.
 
-Real transformers models with random weights, in the shapes of well-known models but with fewer
-layers. They run in four ways, each with the same tokens:
+Real transformers models with random weights, with the shapes of well-known models but fewer layers.
+They run in four ways, each with the same tokens:
 
     dynamic   ``model.forward`` with transformers' own `DynamicCache`, attention by SDPA
     vmem      ``model.forward`` with `pyvmem.hf.VMemCache`
@@ -362,7 +362,7 @@ class _Attend(_Way):
 def _attention(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **more: Any
 ) -> tuple[Any, None]:
-    """Computes attention for transformers, which passes on ``vmem_models`` from `forward`."""
+    """Computes attention for transformers, which passes ``vmem_models`` through from `forward`."""
     from pyvmem.hf.latent import UP
 
     attend, step = more["vmem_models"]

@@ -119,7 +119,7 @@ def _sampling(count: int, steps: int) -> Parents:
 
 
 def _searched(path: Path | None, width: int, prompts: int, steps: int) -> list[Parents]:
-    """Runs transformers' beam search; returns the parents of each prompt's beams.
+    """Runs transformers' beam search and returns the parents of each prompt's beams.
 
     Raises:
         ModelNotFound: the model is not found.

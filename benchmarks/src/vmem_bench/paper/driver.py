@@ -115,7 +115,7 @@ def workloads(results: Results) -> list[Work]:
     """Returns the counted work with the model's times.
 
     Raises:
-        NotMeasured: no counts were committed.
+        NotMeasured: no counts have been committed.
     """
     path = results.folder / _COUNTS
     if not path.exists():

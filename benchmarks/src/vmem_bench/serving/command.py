@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench serve`: requests served by arms that differ only in the cache.
+"""`vmem bench serve`: serves requests with arms that differ only in the cache.
 
 All arms share one process, model, kernel library and loop. Each has its own store of keys and
 values (`vmem_bench.serving.stores`), with the same amount of memory. The arms take turns, in an
@@ -200,7 +200,7 @@ class _Runner:
         limit_s: float = float("inf"),
         observer: Any = None,
     ) -> Outcome:
-        """Serves the arrivals with a new store; if 0, `slots` and `limit` are the command's."""
+        """Serves the arrivals with a new store; `slots` and `limit` default to the command's."""
         from vmem_bench.serving.loop import serve
         from vmem_bench.serving.ranks import Run
 
@@ -278,7 +278,7 @@ class _Runner:
             torch.cuda.empty_cache()
 
     def logits(self, name: str, requests: Sequence[Request]) -> dict[tuple[int, int], Any]:
-        """Serves `requests`; returns the logits, keyed by request and its number of rows."""
+        """Serves `requests` and returns the logits, keyed by request and number of rows."""
         found: dict[tuple[int, int], Any] = {}
 
         def keep(lives: Any, logits: Any) -> None:

@@ -351,7 +351,7 @@ class Forward:
             logits = forward()  # this run is the step itself and loads the kernels for the capture
             graph: Any = torch.cuda.CUDAGraph()
             torch.cuda.synchronize(self._device)
-            # Other threads may call the driver during the capture, as a cache's worker maps pages.
+            # Other threads may call the driver during the capture: a cache's worker maps pages.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 kept = forward()
             self._pool = graph.pool()

@@ -67,7 +67,7 @@ class Live:
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample: bytes mapped, held by requests and used by rows, and the number running."""
+    """A sample: bytes mapped, held by requests and used by rows, and how many requests run."""
 
     at: float
     mapped: int
@@ -215,8 +215,8 @@ class _Loop:
     def _join(self) -> list[Live]:
         """Gives slots to waiting requests while they fit; returns the requests that joined.
 
-        Stops once the prompts that remain to be computed fill two steps, as memory for the second
-        step is mapped while the first runs.
+        Stops once the prompts that remain to be computed fill two steps, because memory for the
+        second step is mapped while the first runs.
         """
         joined: list[Live] = []
         while self.waiting and not self.short:

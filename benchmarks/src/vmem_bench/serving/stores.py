@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""KV stores of a serving loop: slots of a `KVCache`, paged blocks, static slots.
+"""KV stores for a serving loop: slots of a `KVCache`, paged blocks, static slots.
 
 A store holds tensors of rows and manages their memory. All stores have the same interface, so that
 the loop, the model and the kernels do not depend on the store. Calls are timed; their sum is the
@@ -26,7 +26,8 @@ from vmem_bench.decoder import Sizes
 
 __all__ = ["Held", "Paged", "SharedPaged", "Slots", "Static", "Store", "Table"]
 
-# With more tensors, pages past a prompt's end stay mapped, since each tensor needs separate calls.
+# With more tensors than this, pages past a prompt's end stay mapped, because unmapping them takes
+# separate calls for each tensor.
 _FEW_TENSORS = 16
 _RESERVE = 100  # 1 / _RESERVE of the pages is kept for running requests, like vLLM's watermark 0.01
 
@@ -103,7 +104,7 @@ class Store(ABC):
 
     @abstractmethod
     def release(self, slot: int, ids: Ints | None = None) -> None:
-        """Frees a slot, which launched work may still use.
+        """Frees a slot, which launched work may still be using.
 
         `ids`: the tokens of the slot's rows, so that a store that shares prefixes can keep the
         rows; None to keep none.
@@ -134,7 +135,7 @@ class Store(ABC):
         return True
 
     def prompt_ends(self, slot: int, tokens: int) -> None:
-        """Called when a slot's whole prompt was launched; may free memory mapped past its end."""
+        """Called once a slot's whole prompt is launched; may free memory mapped past its end."""
         return  # this store does not map memory
 
     def readable(self, slot: int) -> int:
@@ -146,7 +147,7 @@ class Store(ABC):
         return slots, positions
 
     def upload(self) -> None:
-        """Copies the table entries of newly allocated blocks to the device before their use."""
+        """Copies the table entries of newly allocated blocks to the device before they are used."""
         return  # this store has no block table
 
     @abstractmethod

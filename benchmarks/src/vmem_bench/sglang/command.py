@@ -100,7 +100,7 @@ def _said(found: Found) -> str:
 
 
 def _check(turns: Turn) -> None:
-    """Checks that every elastic engine answers single requests like at least one stock engine.
+    """Checks that each elastic engine's answers to single requests match a stock engine's.
 
     Raises:
         WrongResult: an elastic engine's answers do not match those of any stock engine.

@@ -2,9 +2,9 @@
 """An engine process of `vmem bench sglang`: ``python -m vmem_bench.sglang.engine PLAN``.
 
 PLAN is a JSON file, written by `turns`. The process imports SGLang, then waits for a line on
-standard input, which means that no other engine uses the device. After each step it appends a line
-with the result to the file that the plan names, so that the results of completed steps remain when
-the process is stopped at the deadline.
+standard input, which means that no other engine is using the device. After each step it appends a
+line with the result to the file that the plan names, so that the results of completed steps survive
+when the process is stopped at the deadline.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class _Engine:
         return answers
 
     def alone(self, ids: Ids) -> Ids:
-        """Returns greedy answers to single requests, which do not depend on the rest of a batch."""
+        """Returns greedy answers to requests sent one at a time, which batching cannot affect."""
         return [self.ask([one], _NEW)[0] for one in ids]
 
     def highest(self, ids: Ids, new: int) -> dict[str, int]:

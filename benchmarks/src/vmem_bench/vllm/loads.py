@@ -108,7 +108,7 @@ class Heard:
 
 
 def arrivals(trace: Path | None, count: int, longest: int) -> list[Arrival]:
-    """Returns the first `count` requests that fit from a trace, or Azure-like synthetic ones.
+    """Returns the first `count` short enough requests of a trace, or Azure-like synthetic ones.
 
     On average, one request arrives per second.
 
