@@ -4,7 +4,7 @@
     python examples/engine.py "Why is the sky blue?" "Name three colours."
 
 By default, it serves the model that `make run` uses; this needs the extra ``serve``. The model is
-converted once; a copy that `make run` left under build/cache is reused. --model names another
+converted once; a copy that `make run` left under build/cache is reused. --model names a different
 model: a directory or a GGUF file.
 """
 

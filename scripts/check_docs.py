@@ -59,8 +59,8 @@ SECONDS = 120.0  # timeout per block, far longer than any block takes
 class Block:
     """A block of code in a page.
 
-    `needs` is empty if the block can run everywhere; otherwise it contains the link to the test,
-    log or result that shows it ran.
+    `needs` is empty if the block can run anywhere; otherwise it contains the link to the test, log
+    or result that shows it ran.
     """
 
     page: Path

@@ -219,7 +219,7 @@ def check_steps(version: str) -> None:
 
 
 def sources(versions: list[str], given: list[Path]) -> list[tuple[str, Path]]:
-    """Returns the sources in `given` or, if empty, those of `versions` or all built versions."""
+    """Returns the sources in `given`; if empty, those of `versions`, or else all built versions."""
     found = []
     for path in given:
         tree = kernel_open_below(path)

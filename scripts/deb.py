@@ -129,7 +129,7 @@ def make_deb(out: Path, *, check: bool = True) -> list[Path]:
 
 
 def make_twice(out: Path) -> list[Path]:
-    """Builds everything twice, the second time without tests and with another time zone and umask.
+    """Builds everything twice, the second time without tests, in another time zone and umask.
 
     Raises:
         DistError: a package or the source archive differs between the two builds.

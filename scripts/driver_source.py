@@ -113,8 +113,8 @@ def debian_source(version: str, folder: Path, download: bool) -> Path:
 def driver_source(version: str, *, download: bool = True) -> Path:
     """Returns the directory with a version's pristine sources; creates it if missing.
 
-    An existing directory is kept, unless NV_SRC now names another source. If `download` is false,
-    it is an error if the version is not on this machine.
+    An existing directory is kept, unless NV_SRC now names a different source. If `download` is
+    false, it is an error if the version is not on this machine.
     """
     check_version(version)
     final = KERNEL_BUILD / "src" / version

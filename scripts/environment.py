@@ -103,7 +103,7 @@ def packages(environment: Path) -> Path:
 
 
 def make_venv(keep_torch: bool) -> None:
-    """Recreates the environment if it is missing or broken, or was created by another Python."""
+    """Recreates the environment if it is missing, broken or was created by a different Python."""
     stamp = STAMPS / "venv"
     wanted = f"{sys.executable} {sys.version} keep_torch={keep_torch}"
     if (

@@ -64,7 +64,7 @@ def noted_command(work: Path, source: Path) -> list[str]:
 def noted_folder(tree: Tree) -> Path:
     """Returns the directory in which the recorded commands ran.
 
-    This is the module's directory since Linux 6.13, and the headers' directory before that.
+    Since Linux 6.13 this is the module's directory; before that, it was the headers' directory.
     """
     release = re.match(r"(\d+)\.(\d+)", tree.headers.release)
     if release is None:

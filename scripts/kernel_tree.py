@@ -293,7 +293,7 @@ def build_tree(tree: Tree, jobs: int = 2) -> Path:
         make(tree, jobs)
         keep_conftests(tree.work, tree.headers)
         if tree.mutant:
-            # The work directory may contain modules of another mutant or of an older build.
+            # The work directory may contain modules of a different mutant or of an older build.
             for module in MODULES:
                 (tree.out / f"{module}.ko").unlink(missing_ok=True)
         publish(tree)

@@ -2,7 +2,7 @@
 """`vmem bench capacity`: how many requests fit in a GPU's memory at once, by memory layout.
 
 Follows figure 12 of the vAttention paper (ASPLOS'25), which gives the largest batch with 64 KB and
-with 2 MB pages on another trace (OpenChat); the paper's artifact has no script for that figure.
+with 2 MB pages on a different trace (OpenChat); the paper's artifact has no script for that figure.
 Here:
 
 - The memory for keys and values is the GPU's memory minus a tenth (activations, CUDA's context and

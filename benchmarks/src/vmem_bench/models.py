@@ -416,7 +416,7 @@ def _time(call: Callable[[], Any], device: torch.device) -> tuple[Any, int]:
 
 
 def _measure(command: Command, part: Part, name: str, device: torch.device, left: Deadline) -> None:
-    """Adds a kind's rows: each way's prefill of one request and decoding of a batch."""
+    """Adds a kind's rows: for each way, the prefill of one request and the decoding of a batch."""
     import torch
 
     args, quick = command.args, command.quick

@@ -289,7 +289,7 @@ class PagedBench:
     def _check(self, what: str, out: torch.Tensor, wanted: torch.Tensor) -> None:
         """Raises WrongResult if an output differs too much from the expected output.
 
-        Each head of each token is compared separately, as later tokens' outputs are smaller.
+        Each head of each token is compared separately, because later tokens' outputs are smaller.
         """
         wanted = wanted.float()
         difference = (out.float() - wanted).abs().amax(-1)

@@ -481,7 +481,7 @@ def common_tokens(prompts: Sequence[Prompt]) -> int:
 
 
 def bound(prompts: Sequence[Prompt]) -> int:
-    """Returns how many tokens an unlimited cache finds, in the trace's blocks of 512."""
+    """Returns how many tokens an unlimited cache would find, in the trace's blocks of 512."""
     seen: set[int] = set()
     hits = 0
     for length, ids in prompts:

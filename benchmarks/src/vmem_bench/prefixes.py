@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench prefixes`: the prefix tree's hit rates and the time of a match.
+"""`vmem bench prefixes`: the prefix tree's hit rates and match times.
 
 - Part ``hits`` replays the Mooncake trace on the tree, with the units of several layouts, and on
   hashed 16-token blocks, with the same budgets in bytes. `prefix_replay` describes both.

@@ -2,7 +2,7 @@
 """The forward pass of a serving loop over any store, eager or as a CUDA graph.
 
 A step copies its inputs to the device once, then runs the model. Requests with few new tokens come
-first and share a call of the decoding kernel; prompts share a call of the prefill kernel. A step
+first and share a call to the decoding kernel; prompts share a call to the prefill kernel. A step
 that only decodes is replayed as a CUDA graph of the next larger size. The step is padded with its
 last request, whose row is then written several times with the same values.
 """

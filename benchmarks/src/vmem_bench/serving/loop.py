@@ -4,10 +4,10 @@
 A step is planned and launched while the previous one runs. It contains every request that decodes,
 then chunks of prompts up to its token budget, in the order in which the requests joined. A request
 joins when its prompt fits in memory together with the prompts still being computed, and these
-prompts have fewer tokens left than the budget of two steps. If the store maps the request's memory
-in the background, the request takes part in a step only once its memory is mapped, or if the step
-would otherwise be empty. When memory is short, the request that joined last is preempted: it loses
-its rows and recomputes them.
+prompts have fewer tokens left than two steps' budget. If the store maps the request's memory in the
+background, the request takes part in a step only once its memory is mapped, or if the step would
+otherwise be empty. When memory is short, the request that joined last is preempted: it loses its
+rows and recomputes them.
 
 Tokens are predetermined, not sampled (sampled tokens are computed and dropped), so that all stores
 compute the same thing and their logits can be compared.
@@ -61,7 +61,7 @@ class Live:
 
     @property
     def known(self) -> int:
-        """The number of tokens so far, in the prompt and the answer together."""
+        """The number of tokens so far, in the prompt and the answer combined."""
         return self.prompt + self.emitted
 
 

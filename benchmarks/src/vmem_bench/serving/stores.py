@@ -76,7 +76,7 @@ class Store(ABC):
     """Holds tensors of rows and manages their memory.
 
     Attributes:
-        slots: maximum number of requests at a time.
+        slots: maximum number of concurrent requests.
         longest: maximum number of tokens in a request.
         token_bytes: size of a token's keys and values across all layers.
         layers: keys and values ``[N, places, kv_heads, head_dim]``, to which rows are written.
@@ -123,7 +123,7 @@ class Store(ABC):
         """Maps memory for these lengths. Returns False and changes nothing if memory is short."""
 
     def ahead(self, *asked: tuple[list[int], list[int]]) -> None:
-        """Starts to map the memory that the next `hold` of these slots will need.
+        """Starts mapping the memory that the next `hold` of these slots will need.
 
         Args:
             asked: groups of slots and their lengths; a group never waits for a later group.

@@ -187,7 +187,7 @@ def _measure(plan: dict[str, Any], add: Any) -> None:
 
 
 def _sleep(engine: _Engine, few: Ids) -> dict[str, Any]:
-    # The flush waits until the engine is idle; a busy engine would exit in the next call.
+    # The flush waits until the engine is idle; a busy engine would exit on the next call.
     flush(engine.sglang)
     start = time.perf_counter()
     engine.sglang.release_memory_occupation(tags=["kv_cache"])

@@ -5,7 +5,7 @@
 by then, and must map memory for the prompt. Engines take turns in alternating order, each after the
 same idle period; while one answers, the others are idle.
 
-``cost`` measures the time that an elastic engine's process spends in the pool's code in a decode
+``cost`` measures the time that an elastic engine's process spends in the pool's code per decode
 step, timed at the code's entry points. Comparing two engines' steps would not show this time,
 because steps vary by more than that from run to run.
 """

@@ -5,7 +5,7 @@ Two identical engines that run side by side differ by several percent in every r
 processes differ whether or not they use the pool. So each engine has the GPU to itself, serves a
 load that fills its KV cache, idles, serves the load again, and is stopped. Arms alternate (stock,
 elastic, elastic, stock), so that drift in the machine's speed affects both equally. At the start of
-either load, the elastic engine has almost nothing mapped. The first load of a process includes
+each load, the elastic engine has almost nothing mapped. The first load of a process includes
 one-time work in torch and the driver, so it has separate rows. A ratio is the mean over pairs of
 adjacent engines, with its confidence interval.
 """
