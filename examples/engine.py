@@ -94,7 +94,7 @@ class Engine:
         self.kernel.close()
 
     def submit(self, prompt: Sequence[int], answer: int) -> Job:
-        """Queues a prompt for at most `answer` new tokens, fewer if the slot is too short."""
+        """Queues a prompt for at most `answer` new tokens, or fewer if the slot is too short."""
         left = min(answer, self.cache.max_seq_len - len(prompt) + 1)
         if not prompt or left < 1:
             longest = self.cache.max_seq_len

@@ -293,7 +293,7 @@ def errors_page(text: str) -> tuple[set[str], set[str], dict[str, list[str]]]:
 
 
 def returned(folder: str, pattern: str, suffix: str = "") -> set[str]:
-    """Returns the errnos that a pattern finds in the C code under a directory, without comments."""
+    """Returns the errnos that a pattern finds in the C code under a directory, except comments."""
     found: set[str] = set()
     for path in sorted((ROOT / folder).rglob(f"*{suffix or '.[ch]'}")):
         code = re.sub(r"/\*.*?\*/|//[^\n]*", "", path.read_text(encoding="utf-8"), flags=re.S)

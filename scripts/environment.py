@@ -33,7 +33,7 @@ REQUIREMENTS = ROOT / "scripts" / "requirements"
 ESSENTIAL = ("build",)
 OPTIONAL = ("serve", "server", "model", "cuda", "test", "lint", "dist")
 # Groups installed without dependencies: `model` is needed only for the model file; vllm.txt and
-# sglang.txt list everything that vLLM and SGLang import, a third of their requirements.
+# sglang.txt list everything that vLLM and SGLang import, which is a third of their requirements.
 WITHOUT_DEPENDENCIES = ("model", "sglang", "sglang-old", "vllm")
 PYTHONS = tuple((3, minor) for minor in range(10, 15))
 # A line of a requirements file; some pins apply only to certain Python versions.

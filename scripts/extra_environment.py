@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Creates environments besides build/venv, for packages that need other versions or Pythons."""
+"""Creates extra environments for packages that need other versions or another Python."""
 
 from __future__ import annotations
 

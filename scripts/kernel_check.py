@@ -47,7 +47,7 @@ def noted_command(work: Path, source: Path) -> list[str]:
     found = re.search(r"^(?:saved)?cmd_\S+ := +(.*)$", notes, re.MULTILINE)
     if found is None:
         raise KernelBuildError(f"make recorded no command for {source}")
-    # A command may be followed by others, for example objtool.
+    # A command may be followed by others, such as objtool.
     words = shlex.split(found.group(1).split(" ; ")[0])
     command = []
     skip = False

@@ -19,7 +19,7 @@ from kernel_headers import KernelHeaders, kernel_headers
 
 __all__ = ["KERNEL_SUITES", "debian_headers"]
 
-# The suites whose kernels are tested, each with the suite that has the compiler for it.
+# The suites whose kernels are tested, each with the suite that provides its compiler.
 KERNEL_SUITES = {"trixie": "trixie", "trixie-backports": "trixie"}
 FOLDER = KERNEL_BUILD / "debian"
 FLAVOUR = "cloud-amd64"

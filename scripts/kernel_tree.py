@@ -123,7 +123,7 @@ def softgpu_folder() -> Path:
 
 
 def patched_source(version: str, patches: int | None) -> Path:
-    """Returns a version's patched sources, recreated if the driver or the patches changed."""
+    """Returns a version's patched sources; recreates them if the driver or patches changed."""
     pristine = driver_source(version)
     wanted = f"{tree_digest(pristine, BUILD_PARTS)} {series_digest(version)} {patches}\n"
     final = KERNEL_BUILD / "patched" / (version if patches is None else f"{version}-{patches}")

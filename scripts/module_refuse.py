@@ -35,7 +35,7 @@ ALLOWABLE = ("driver", "kernel", "symbols")
 
 @dataclass(frozen=True)
 class Doubt:
-    """A reason for doubt: an untested or uncheckable combination, not a known fault."""
+    """A reason to hesitate: an untested or unverifiable combination, not a known fault."""
 
     word: str  # one of ALLOWABLE
     text: str

@@ -391,7 +391,8 @@ def vllm(session: Session) -> None:
             session.skip(f"{requirement}: its environment is not available here (see above)")
             continue
         newest = requirement.startswith("vllm==")
-        # Benchmarks and the example do not depend on vLLM's internals: only the newest runs them.
+        # Benchmarks and the example do not depend on vLLM's internals, so only the newest version
+        # runs them.
         tests = [f"tests/vllm/test_{one}.py" for one in ("engine", "sleep", "one_buffer")]
         tests += ["-k", "" if newest else "tokens_and_memory or sleep or one_buffer or another"]
         environment = vllm_setup.environment_of(requirement)

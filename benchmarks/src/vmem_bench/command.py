@@ -129,7 +129,7 @@ class Command:
         return min(size for size in self.page_sizes if size >= 64 << 10)
 
     def device(self) -> torch.device:
-        """Returns the device for tensors.
+        """Returns the torch device to use.
 
         Raises:
             RuntimeError: torch cannot use the device; the message says why.

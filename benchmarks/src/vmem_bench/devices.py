@@ -206,7 +206,7 @@ def _reading(
             one.view(-1).view(torch.int32).sum()
 
     def turn() -> None:
-        # Wait until returned pages are zeroed: zeroing would disturb the timing.
+        # Wait until returned pages have been zeroed, because zeroing would disturb the timing.
         end = time.monotonic() + 5
         while cache.context.stats().dirty_bytes and time.monotonic() < end:
             time.sleep(0.001)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench fill`: requests grow until no pages are left, in the default way and others.
+"""`vmem bench fill`: requests grow until no pages are left, mapped in several ways.
 
 Each driver call creates one mapping, and a GPU allows fewer mappings than it has pages, so its
 memory cannot be filled page by page (`pyvmem.kvcache.growth`). The same requests grow in each of
@@ -210,7 +210,7 @@ _ROWS = (
 
 
 def _add(part: Part, way: str, rounds: list[_Filled], page: int) -> None:
-    """Adds a way's rows, each with the mean over its rounds and every round's value."""
+    """Adds a way's rows, each with the mean over all rounds and the value of every round."""
     for name, what, unit, factor in _ROWS:
         values = [one.numbers[name] * factor for one in rounds]
         part.value(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """`vmem bench models`: decode and prefill of several models, compared with transformers' cache.
 
-Real transformers models with random weights, with the shapes of well-known models but fewer layers.
-They run in four ways, each with the same tokens:
+These are real transformers models with random weights: the shapes of well-known models, but fewer
+layers. They run in four ways, each with the same tokens:
 
     dynamic   ``model.forward`` with transformers' own `DynamicCache`, attention by SDPA
     vmem      ``model.forward`` with `pyvmem.hf.VMemCache`
@@ -484,7 +484,7 @@ def largest_difference(way: str, cuda: bool, found: Mapping[str, float]) -> floa
 
     Args:
         way: one of `WAYS`.
-        cuda: whether the model is on a GPU and so in bfloat16.
+        cuda: whether the model is on a GPU and therefore in bfloat16.
         found: the differences of earlier ways.
     """
     if way == "fp8":

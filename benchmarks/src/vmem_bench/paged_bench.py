@@ -234,7 +234,7 @@ class PagedBench:
         *,
         graph: bool,
     ) -> Callable[[], Any]:
-        """Returns a function that makes all calls in a sample, if possible as a CUDA graph."""
+        """Returns a function that makes all calls in a sample, as a CUDA graph if possible."""
 
         def plain() -> torch.Tensor:
             for k, v in layers:

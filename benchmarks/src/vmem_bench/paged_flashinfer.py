@@ -67,7 +67,7 @@ class FlashInfer:
         self.notes = [f"compiled in {time.monotonic() - start:.0f} s", *failed]
 
     def _build(self, backend: str) -> str:
-        """Compiles the module for `plan` or for single calls. Returns "", or why that failed."""
+        """Compiles the module for `plan` or for single calls. Returns "", or why it failed."""
         import torch
 
         kind, dim = torch.bfloat16, 128

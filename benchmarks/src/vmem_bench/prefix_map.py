@@ -79,7 +79,7 @@ class _Kind(Closable):
         self.ids = TokenIds([(7 * i) % 128_000 for i in range(tokens)])
 
     def record(self) -> None:
-        """Creates the first request, marks some of its pages, records it and frees it."""
+        """Creates the first request, marks some of its pages, then records and frees it."""
         cache = self.cache
         one = self._take()
         if cache.step([self.tokens if reqid == one else 0 for reqid in range(2)]):

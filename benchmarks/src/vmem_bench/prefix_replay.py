@@ -71,7 +71,7 @@ class Prompt(NamedTuple):
 
 
 class Cache(Protocol):
-    """A cache of prefixes with a budget."""
+    """A prefix cache with a budget."""
 
     @property
     def evicted(self) -> int:
@@ -364,8 +364,8 @@ class Turns(Closable):
     """A `KVCache` on ``host``, with few bytes per token, so that any budget fits.
 
     Prompts are served one at a time: all of their tokens are admitted, and the trace's whole blocks
-    are recorded. (The id of a prompt's last, partial block does not tell how the block begins, so
-    it is unknown which later prompts continue it.) Evicted pages are unmapped in the background,
+    are recorded. (The id of a prompt's last, partial block does not say how the block begins, so it
+    is not known which later prompts continue it.) Evicted pages are unmapped in the background,
     before the next prompt starts. The object is a context manager.
 
     Args:

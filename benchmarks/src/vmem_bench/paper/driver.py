@@ -52,7 +52,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Check:
-    """A measured time of the stock driver that is not an input of the model."""
+    """A measured time of the stock driver that is not an input to the model."""
 
     what: str
     model: float

@@ -69,7 +69,7 @@ def waste(model: str, page: int) -> float:
 
 
 def slot_tokens(memory: float, layers: int, hidden: int) -> float:
-    """Returns how many tokens of a float16 cache fit in `memory` bytes, without grouped heads.
+    """Returns how many tokens of a float16 cache fit in `memory` bytes, without grouped KV heads.
 
     hidden: the hidden size, which is also the size of a token's keys (or values) in one layer.
     """
@@ -208,7 +208,7 @@ def calls(results: Results) -> str:
 
 
 def bandwidth(results: Results) -> str:
-    """The allocation bandwidth by page size, page by page and in runs."""
+    """The allocation bandwidth by page size, mapping page by page and in runs."""
     one = results["h100"]
     single, batch = (
         " / ".join(

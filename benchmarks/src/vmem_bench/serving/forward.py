@@ -254,9 +254,9 @@ class Forward:
         prompts: bool = False,
         max_kv: int = 0,
     ) -> _Part:
-        """Creates the part of a step with the requests `works`.
+        """Creates the part of a step that handles the requests `works`.
 
-        first: index in the step of the first of these requests.
+        first: index within the step of the first of these requests.
         max_kv: upper bound on the rows of a request; 0 for the longest request's rows.
         """
         end = first + len(works)

@@ -229,7 +229,7 @@ def follow(group: Group, make: Callable[[Run], Forward], sweep: Callable[[], Non
     while (run := group.tell()) is not None:
         try:
             forward = group.make(partial(make, run))
-        except RuntimeError:  # rank 0 raises the same error, then goes on with its next run
+        except RuntimeError:  # rank 0 raises the same error, then continues with its next run
             sweep()
             continue
         with closing(forward):

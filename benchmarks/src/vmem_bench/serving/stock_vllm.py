@@ -39,7 +39,7 @@ def serve(
     budget: int,
     longest: int,
 ) -> Outcome:
-    """Serves a workload in an engine that runs only for this workload.
+    """Serves a workload in an engine started just for it.
 
     Args:
         command: the run's command.

@@ -29,7 +29,7 @@ __all__ = ["Held", "Paged", "SharedPaged", "Slots", "Static", "Store", "Table"]
 # With more tensors than this, pages past a prompt's end stay mapped, because unmapping them takes
 # separate calls for each tensor.
 _FEW_TENSORS = 16
-_RESERVE = 100  # 1 / _RESERVE of the pages is kept for running requests, like vLLM's watermark 0.01
+_RESERVE = 100  # keep 1 / _RESERVE of the pages for running requests, like vLLM's watermark of 1 %
 
 Ints = NDArray[np.int32]
 Layers = list[tuple[torch.Tensor, torch.Tensor]]

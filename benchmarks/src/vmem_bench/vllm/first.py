@@ -50,7 +50,7 @@ def _first(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan]
     fleet.start(plans)
     base, *others = plans
     found: dict[tuple[int, str], list[float]] = {}
-    for arm in plans:  # warm-up: the first request of a size includes one-time work in torch
+    for arm in plans:  # warm-up: the first request of each size includes one-time work in torch
         for tokens in prompts:
             fleet.order(arm, **one_prompt(tokens, fleet.vocabulary, 1).order())
     seed = 2

@@ -112,7 +112,7 @@ def _need_of_another(fleet: Fleet, capacity: int) -> dict[str, tuple[str, float,
     )
     try:
         free = fleet.free()
-        # Without a GPU, request all memory except the null block's. With a GPU, leave 512 MiB to
+        # Without a GPU, request all memory except the null block's. With a GPU, leave 512 MiB for
         # torch in this process.
         have = fleet.used("elastic")
         need = capacity - MIB // 4 if free is None else free + have - 512 * MIB

@@ -138,7 +138,7 @@ def tiny(count: int) -> list[Arrival]:
 
 
 def at_rate(found: Sequence[Arrival], rate: float) -> list[Arrival]:
-    """Returns the same requests at `rate` per second on average; 0 puts all at the start."""
+    """Returns the same requests at `rate` per second on average; 0 puts them all at the start."""
     begin, end = found[0].at, found[-1].at
     each = (end - begin) / max(1, len(found) - 1) * rate
     return [_moved(one, (one.at - begin) / each if each > 0 else 0.0) for one in found]
