@@ -39,7 +39,7 @@ TOOLS = {
 
 
 def install_tools(tools: dict[str, str]) -> None:
-    """Installs the packages whose programs or files are missing, as the set-up does."""
+    """Installs the packages whose programs or files are missing, as the setup does."""
     missing = sorted({name for path, name in tools.items() if not Path(path).exists()})
     if missing:
         install_debian_packages(missing)
@@ -107,7 +107,7 @@ def make_deb(out: Path, *, check: bool = True) -> list[Path]:
         DistError: a tool failed; the message contains its output.
     """
     install_tools(TOOLS)
-    if not has_probes():  # optional in the set-up, but required for a package
+    if not has_probes():  # optional in the setup, but required for a package
         install(["probes"])
     when = epoch()
     with usual_umask(), tempfile.TemporaryDirectory(prefix="vmem-deb-") as name:

@@ -4,7 +4,7 @@
 
 Missing system packages are listed, then installed (as root or with sudo); everything else is
 installed under build/. If the python3 that runs this script has torch or another requirement, it is
-reused, so that set-up works without a network.
+reused, so that setup works without a network.
 """
 
 from __future__ import annotations

@@ -324,7 +324,7 @@ def other_pythons(session: Session) -> None:
 
 
 def can(script: str, *words: str) -> bool:
-    """Runs a set-up or check script; returns False if this machine cannot run it."""
+    """Runs a setup or check script; returns False if this machine cannot run it."""
     command = [str(PYTHON), str(ROOT / "scripts" / script), *words]
     status = subprocess.run(command, stdin=subprocess.DEVNULL, cwd=ROOT, check=False).returncode
     if status not in (0, CANNOT):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Installs the parts of the system that set-up needs.
+"""Installs the parts of the system that setup needs.
 
 Each package manager has a row with its install command and its package for each part. The first
 available manager is used. Its sources and keys are never changed.

@@ -31,7 +31,7 @@ def known_texts() -> dict[str, dict[str, str]]:
 
 
 def digest(source: str, function: str) -> str | None:
-    """Returns a function's digest, ignoring comments and white space, or None if it is missing."""
+    """Returns a function's digest, ignoring comments and whitespace, or None if it is missing."""
     pattern = rf"^\w[^;{{}}\n]*\b{re.escape(function)}\([^;{{}}]*\)\n\{{\n.*?^\}}\n"
     found = re.search(pattern, source, re.MULTILINE | re.DOTALL)
     if not found:

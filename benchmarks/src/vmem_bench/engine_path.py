@@ -36,7 +36,7 @@ def engine_path(folder: Path, path: str = "") -> str:
 
     Args:
         folder: directory for the entry points; must not exist.
-        path: the engine's PYTHONPATH; "" for this process's.
+        path: the engine's PYTHONPATH; "" to use this process's.
     """
     given = os.environ.get("PYTHONPATH", "")
     mine = given.split(os.pathsep) if path else []

@@ -239,7 +239,7 @@ class _Way:
         raise NotImplementedError
 
     def nbytes(self) -> int:
-        """Returns the bytes that keys, values and states occupy now."""
+        """Returns the bytes that keys, values and states currently occupy."""
         raise NotImplementedError
 
     def policy(self) -> dict[str, Any]:

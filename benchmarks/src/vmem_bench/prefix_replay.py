@@ -82,7 +82,7 @@ class Cache(Protocol):
         ...
 
     def held_bytes(self) -> int:
-        """Returns how many bytes of keys and values are in the cache now."""
+        """Returns how many bytes of keys and values are currently in the cache."""
         ...
 
 

@@ -256,7 +256,7 @@ def run(args: argparse.Namespace) -> int:
                 break
             _count(part, "beam search", width, searched, compared)
             row = part.value(f"parents/{width}", "beams recorded", "all", len(searched), "prompts")
-            row["samples"] = searched  # written to raw/ only
+            row["samples"] = searched  # written only to raw/
             if args.out is not None:
                 record.write(args.out)
     record.seconds = time.monotonic() - start

@@ -112,7 +112,7 @@ def checks(results: Results) -> list[Check]:
 
 
 def workloads(results: Results) -> list[Work]:
-    """Returns the counted work with the model's times.
+    """Returns the counted work with the model's time estimates.
 
     Raises:
         NotMeasured: no counts have been committed.

@@ -385,7 +385,7 @@ class Forward:
         self.store.settle()
 
     def close(self) -> None:
-        """Drops the CUDA graphs, which hold the store's tensors."""
+        """Drops the CUDA graphs, which keep the store's tensors alive."""
         self._graphs = None
 
 

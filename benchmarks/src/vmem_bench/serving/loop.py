@@ -179,7 +179,7 @@ class _Loop:
         return out
 
     def _plan(self) -> list[tuple[Live, int]]:
-        """Returns the requests of the next step and their numbers of new tokens, fewest first.
+        """Returns the next step's requests with their numbers of new tokens, fewest first.
 
         Maps memory for their rows, and preempts requests if memory is short.
         """

@@ -29,7 +29,7 @@ __all__ = ["Held", "Paged", "SharedPaged", "Slots", "Static", "Store", "Table"]
 # With more tensors than this, pages past a prompt's end stay mapped, because unmapping them takes
 # separate calls for each tensor.
 _FEW_TENSORS = 16
-_RESERVE = 100  # keep 1 / _RESERVE of the pages for running requests, like vLLM's watermark of 1 %
+_RESERVE = 100  # keep 1 / _RESERVE of the pages for running requests, like vLLM's watermark of 1%
 
 Ints = NDArray[np.int32]
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
@@ -152,7 +152,7 @@ class Store(ABC):
 
     @abstractmethod
     def held(self) -> Held:
-        """Returns how much memory is mapped and held now."""
+        """Returns how much memory is currently mapped and held."""
 
     def driver(self) -> dict[str, float]:
         """Returns the number of driver calls since `settle`, and the nanoseconds spent in them."""

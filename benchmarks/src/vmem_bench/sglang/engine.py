@@ -26,7 +26,7 @@ STEPS = ("start", "tokens", "rate", "memory", "first", "sleep")
 
 _NEW = 48  # tokens per answer that is compared
 _LOOK = 0.05  # seconds between memory samples under load
-_IDLE = 20.0  # seconds that SGLang may take to become idle
+_IDLE = 20.0  # seconds to wait for SGLang to become idle
 _EMPTY = 1.5  # seconds to wait for memory to be returned after a flush
 
 Ids = list[list[int]]

@@ -36,7 +36,7 @@ ARMS = {"stock": "stock", "elastic": "elastic", "stock again": "stock"}
 MIB = 1 << 20
 GIB = 1 << 30
 REST = 8.0
-"""Seconds that an engine may take to return its memory."""
+"""Seconds to wait for an engine to return its memory."""
 
 
 class Book:

@@ -32,7 +32,7 @@ __all__ = ["add_ratio", "compare", "filling", "interval", "measure", "there_and_
 _FILLED = 0.96  # fraction of the KV cache in use at the end of the load
 _ENDING = 8.0  # seconds allowed for stopping an engine
 _REST = 3.0  # seconds between the loads, in which an elastic engine frees its memory
-# Student's t for 95 % confidence, for 1, 2, ... degrees of freedom.
+# Student's t for 95% confidence, for 1, 2, ... degrees of freedom.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
@@ -92,7 +92,7 @@ def there_and_back(arms: Sequence[str], each: int) -> Iterator[str]:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the mean of the values, and half the width of its 95 % confidence interval.
+    """Returns the mean of the values, and half the width of its 95% confidence interval.
 
     The width is infinite if there is only one value.
     """
