@@ -4,7 +4,7 @@
     python examples/engine.py "Why is the sky blue?" "Name three colours."
 
 By default, it serves the model that `make run` uses; this needs the extra ``serve``. The model is
-converted once; a copy that `make run` left below build/cache is reused. --model names another
+converted once; a copy that `make run` left under build/cache is reused. --model names a different
 model: a directory or a GGUF file.
 """
 
@@ -55,7 +55,7 @@ def attend(
     batch: Batch,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Stores the new keys and values and computes attention; transformers calls it in each layer.
+    """Stores the new keys and values and computes attention; transformers calls it for each layer.
 
     The tensors have shape ``[1, heads, tokens, dim]``.
     """
@@ -94,7 +94,7 @@ class Engine:
         self.kernel.close()
 
     def submit(self, prompt: Sequence[int], answer: int) -> Job:
-        """Queues a prompt for at most `answer` new tokens, fewer if the slot is too short."""
+        """Queues a prompt for at most `answer` new tokens, or fewer if the slot is too short."""
         left = min(answer, self.cache.max_seq_len - len(prompt) + 1)
         if not prompt or left < 1:
             longest = self.cache.max_seq_len

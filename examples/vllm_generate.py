@@ -15,7 +15,7 @@ from pyvmem.ledger.accounts import Ledger, default_folder, devices
 
 
 def show() -> int:
-    """Prints a line for each engine of this user; returns the number of engines."""
+    """Prints a line for each of this user's engines and returns their number."""
     found = 0
     for device in devices(default_folder()):
         with Ledger(device, create=False) as ledger:

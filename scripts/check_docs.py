@@ -59,8 +59,8 @@ SECONDS = 120.0  # timeout per block, far longer than any block takes
 class Block:
     """A block of code in a page.
 
-    `needs` is empty if the block can run everywhere; otherwise it contains the link to the test,
-    log or result that shows it ran.
+    `needs` is empty if the block can run anywhere; otherwise it contains the link to the test, log
+    or result that shows it ran.
     """
 
     page: Path
@@ -98,7 +98,7 @@ def run(command: list[str], cwd: str, code: str = "", **env: str) -> tuple[str, 
         "PATH": ":".join(paths),
         "LD_LIBRARY_PATH": str(LIBRARY),
         "PYTHONPATH": str(ROOT),
-        "CUDA_VISIBLE_DEVICES": "",  # the pages show the output of the back end `host`
+        "CUDA_VISIBLE_DEVICES": "",  # the pages show the output of the `host` back end
         "COLUMNS": "80",
         **env,
     }
@@ -293,7 +293,7 @@ def errors_page(text: str) -> tuple[set[str], set[str], dict[str, list[str]]]:
 
 
 def returned(folder: str, pattern: str, suffix: str = "") -> set[str]:
-    """Returns the errnos that a pattern finds in the C code below a directory, without comments."""
+    """Returns the errnos that a pattern finds in the C code under a directory, except comments."""
     found: set[str] = set()
     for path in sorted((ROOT / folder).rglob(f"*{suffix or '.[ch]'}")):
         code = re.sub(r"/\*.*?\*/|//[^\n]*", "", path.read_text(encoding="utf-8"), flags=re.S)

@@ -101,7 +101,7 @@ def cycle(graph: Graph) -> list[str]:
 
 
 def upward(graph: Graph, layers: Iterable[str] = LAYERS) -> list[str]:
-    """Reports each edge to a layer above, and each file that does not belong to a layer."""
+    """Reports each edge to a higher layer, and each file that does not belong to a layer."""
     rank = {layer: i for i, layer in enumerate(layers)}
     problems = []
     for name, edges in graph.items():
@@ -115,7 +115,7 @@ def upward(graph: Graph, layers: Iterable[str] = LAYERS) -> list[str]:
 
 
 def check_calls() -> list[str]:
-    """Checks for cycles between object files, and for calls into a layer above."""
+    """Checks for cycles between object files, and for calls into a higher layer."""
     graph = symbols()
     problems = upward(graph)
     if len(graph) != len(list(SRC.rglob("*.c"))):
@@ -126,7 +126,7 @@ def check_calls() -> list[str]:
 
 
 def check_includes() -> list[str]:
-    """Checks for cycles between headers, and for includes from a layer above."""
+    """Checks for cycles between headers, and for includes from a higher layer."""
     graph = includes()
     problems = upward(graph)
     if found := cycle(graph):

@@ -103,7 +103,7 @@ def check_installation() -> list[str]:
         libdir = f"{prefix}/lib/here"
         build = top / "build"
         variables = [f"DESTDIR={top}", f"PREFIX={prefix}", f"LIBDIR={libdir}", f"BUILD={build}"]
-        # Some distributions build with -flto by default, for example Ubuntu and Fedora.
+        # Some distributions, such as Ubuntu and Fedora, build with -flto by default.
         variables += ["CFLAGS=-O1 -flto -DVMEM_CHECK_OF_USER_FLAGS"]
         make = ["make", "-s", "--no-print-directory", "-C", str(ROOT / "libvmem"), "-j2"]
         output(*make, "install", *variables)

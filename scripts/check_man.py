@@ -18,7 +18,7 @@ SECTIONS_3 = ["NAME", "LIBRARY", "SYNOPSIS", "DESCRIPTION", "RETURN VALUES", "SE
 
 
 def page_of(name: str) -> Path | None:
-    """Returns the source of a function's page, following a `.so` link; None if there is none."""
+    """Returns the source of a function's page (following a `.so` link), or None if it has none."""
     path = MAN / f"{name}.3"
     if not path.exists():
         return None

@@ -65,7 +65,7 @@ MAX_SUBJECT = 72
 
 
 def check_letters(folder: Path) -> list[str]:
-    """Checks the patch messages of a series; returns the problems."""
+    """Checks the patch messages of a series and returns the problems."""
     patches = sorted(folder.glob("*.patch"))
     total = len(patches) - 1
     problems = []
@@ -116,7 +116,7 @@ def check_series(patches: list[Path], files: dict[str, bytes]) -> list[str]:
 
 
 def check_on(source: Path, version: str) -> list[str]:
-    """Checks a version's series against its kernel-open tree; returns the problems."""
+    """Checks a version's series against its kernel-open tree and returns the problems."""
     patches = series_for(version)
     files = {}
     for name in touched_files(patches):
@@ -219,7 +219,7 @@ def check_steps(version: str) -> None:
 
 
 def sources(versions: list[str], given: list[Path]) -> list[tuple[str, Path]]:
-    """Returns the sources in `given` or, if empty, those of `versions` or all built versions."""
+    """Returns the sources in `given`; if empty, those of `versions`, or else all built versions."""
     found = []
     for path in given:
         tree = kernel_open_below(path)

@@ -39,7 +39,7 @@ TOOLS = {
 
 
 def install_tools(tools: dict[str, str]) -> None:
-    """Installs the packages whose programs or files are missing, as the set-up does."""
+    """Installs the packages whose programs or files are missing, as the setup does."""
     missing = sorted({name for path, name in tools.items() if not Path(path).exists()})
     if missing:
         install_debian_packages(missing)
@@ -63,7 +63,7 @@ def changelog(upstream: str, who: str, when: int) -> str:
 
 
 def make_orig(source: Path, folder: Path, upstream: str, when: int) -> Path:
-    """Creates a source tree's upstream archive, with a fixed file order, timestamps and owner."""
+    """Creates a source tree's upstream archive, with fixed file order, timestamps and ownership."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as archive:
         for path in sorted(source.rglob("*")):
@@ -107,7 +107,7 @@ def make_deb(out: Path, *, check: bool = True) -> list[Path]:
         DistError: a tool failed; the message contains its output.
     """
     install_tools(TOOLS)
-    if not has_probes():  # optional in the set-up, but required for a package
+    if not has_probes():  # optional in the setup, but required for a package
         install(["probes"])
     when = epoch()
     with usual_umask(), tempfile.TemporaryDirectory(prefix="vmem-deb-") as name:
@@ -116,7 +116,7 @@ def make_deb(out: Path, *, check: bool = True) -> list[Path]:
         jobs = len(os.sched_getaffinity(0))
         options = f"parallel={jobs}" + ("" if check else " nocheck")
         env = {"SOURCE_DATE_EPOCH": str(when), "DEB_BUILD_OPTIONS": options}
-        # Do not inherit the settings of a calling make.
+        # Do not inherit settings from a calling make.
         env |= {"MAKEFLAGS": "", "MAKELEVEL": "", "MFLAGS": ""}
         run("dpkg-buildpackage", "-us", "-uc", cwd=tree, **env)
         made = sorted(path for path in folder.iterdir() if path.is_file())
@@ -129,7 +129,7 @@ def make_deb(out: Path, *, check: bool = True) -> list[Path]:
 
 
 def make_twice(out: Path) -> list[Path]:
-    """Builds everything twice, the second time without tests and with another time zone and umask.
+    """Builds everything twice, the second time without tests, in another time zone and umask.
 
     Raises:
         DistError: a package or the source archive differs between the two builds.

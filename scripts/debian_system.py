@@ -47,7 +47,7 @@ def in_system(command: str) -> str:
 
 
 def conduct(name: str, text: str | None, check: Callable[[Path], int]) -> int:
-    """Serves as `main` for a check without options; returns the exit status.
+    """Serves as `main` for a check that takes no options; returns the exit status.
 
     Args:
         name: name of the check.

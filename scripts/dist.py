@@ -106,7 +106,7 @@ def copy_tracked(folder: Path) -> None:
 
 
 def make_sdist(source: Path, folder: Path, when: int) -> Path:
-    """Builds a source tree's sdist and rewrites it with a fixed order, timestamps and owner."""
+    """Builds a source tree's sdist and rewrites it with fixed order, timestamps and ownership."""
     call = "import sys, setuptools.build_meta as b; print(b.build_sdist(sys.argv[1]))"
     run(PYTHON, "-c", call, folder, cwd=source)
     (made,) = folder.glob("*.tar.gz")
@@ -263,7 +263,7 @@ def digest(path: Path) -> str:
 
 
 def build(folder: Path, when: int) -> list[Path]:
-    """Builds all files into an empty directory; returns their paths."""
+    """Builds all files into an empty directory and returns their paths."""
     with usual_umask(), tempfile.TemporaryDirectory(prefix="vmem-source-") as name:
         copy_tracked(Path(name))
         sdist = make_sdist(Path(name), folder, when)

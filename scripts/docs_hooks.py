@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """MkDocs hooks that add pages and convert links, drawings and tables.
 
-Some pages are files from elsewhere in the repository (TAKEN); man pages and the command line's
+Some pages are files from elsewhere in the repository (TAKEN); man pages and the command-line
 reference are generated. Links are relative to the file that contains them, so that they work in the
 repository as well; the hooks turn them into links to the page, or to a copy of the file under
 files/. A broken link is a warning, which `make docs` turns into an error.
@@ -193,7 +193,7 @@ def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:
 
 
 def publish(path: str, files: Files, config: MkDocsConfig) -> str:
-    """Puts a repository file or a directory's listing on the site; returns its name there."""
+    """Puts a repository file or a directory's listing on the site and returns its name there."""
     if (ROOT / path).is_dir():
         name = f"files/{path.strip('/')}/index.md"
         if files.get_file_from_path(name) is None:

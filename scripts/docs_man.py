@@ -299,7 +299,7 @@ class Page:
 
 
 def names_of(folder: Path) -> dict[str, Path]:
-    """Returns the pages by ``name.section``, without those that only link to another page."""
+    """Returns the pages by ``name.section``, excluding those that only link to another page."""
     return {
         path.name: path
         for path in sorted(folder.glob("*.[1-9]"))

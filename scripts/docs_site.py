@@ -98,7 +98,7 @@ def read_site() -> dict[Path, References]:
 
 
 def problem_of(page: Path, link: str, pages: dict[Path, References]) -> str | None:
-    """Checks a link inside the site; returns the problem, or None."""
+    """Checks a link inside the site and returns the problem, or None."""
     parts = urllib.parse.urlsplit(link)
     if parts.scheme or parts.netloc:
         return None

@@ -52,8 +52,8 @@ def installed(root: Path = Path("/")) -> Path | None:
 def unpack(archive: Path, folder: Path) -> Path:
     """Unpacks the kernel-open tree of the archive into a directory and returns its path.
 
-    The two precompiled objects, for nvidia.ko and nvidia-modeset.ko, are left out; they are most of
-    the archive's size.
+    The two precompiled objects, for nvidia.ko and nvidia-modeset.ko, are left out; they account for
+    most of the archive's size.
     """
     folder.mkdir(parents=True, exist_ok=True)
     run("tar", "-C", folder, "--no-same-owner", "--exclude=*.o_binary", "-xf", archive)

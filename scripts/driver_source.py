@@ -55,7 +55,7 @@ def version_of(tree: Path) -> str | None:
 
 
 def kernel_open_below(path: Path) -> Path | None:
-    """Returns the kernel-open tree at a path, or in its kernel-open/ or kernel/, or None."""
+    """Returns the kernel-open tree at a path or in kernel-open/ or kernel/ under it, or None."""
     for tree in (path, path / "kernel-open", path / "kernel"):
         if version_of(tree):
             return tree
@@ -111,10 +111,10 @@ def debian_source(version: str, folder: Path, download: bool) -> Path:
 
 
 def driver_source(version: str, *, download: bool = True) -> Path:
-    """Returns the directory with a version's pristine sources, created if missing.
+    """Returns the directory with a version's pristine sources; creates it if missing.
 
-    An existing directory is kept, unless NV_SRC now names another source. If `download` is false,
-    it is an error if the version is not on this machine.
+    An existing directory is kept, unless NV_SRC now names a different source. If `download` is
+    false, it is an error if the version is not on this machine.
     """
     check_version(version)
     final = KERNEL_BUILD / "src" / version

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Sets up the environment for `make run` and `make test`; quick if it is up to date.
+"""Sets up the environment for `make run` and `make test`; quick if already up to date.
 
 Missing system packages are listed, then installed (as root or with sudo); everything else is
-installed below build/. If the python3 that runs this script has torch or another requirement, it is
-reused, so that set-up works without a network.
+installed under build/. If the python3 that runs this script has torch or another requirement, it is
+reused, so that setup works without a network.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REQUIREMENTS = ROOT / "scripts" / "requirements"
 ESSENTIAL = ("build",)
 OPTIONAL = ("serve", "server", "model", "cuda", "test", "lint", "dist")
 # Groups installed without dependencies: `model` is needed only for the model file; vllm.txt and
-# sglang.txt list everything that vLLM and SGLang import, a third of their requirements.
+# sglang.txt list everything that vLLM and SGLang import, which is a third of their requirements.
 WITHOUT_DEPENDENCIES = ("model", "sglang", "sglang-old", "vllm")
 PYTHONS = tuple((3, minor) for minor in range(10, 15))
 # A line of a requirements file; some pins apply only to certain Python versions.
@@ -103,7 +103,7 @@ def packages(environment: Path) -> Path:
 
 
 def make_venv(keep_torch: bool) -> None:
-    """Recreates the environment if it is missing or broken, or was created by another Python."""
+    """Recreates the environment if it is missing, broken or was created by a different Python."""
     stamp = STAMPS / "venv"
     wanted = f"{sys.executable} {sys.version} keep_torch={keep_torch}"
     if (
@@ -184,7 +184,7 @@ def install_project() -> None:
     if built and stamp.exists() and stamp.read_text(encoding="utf-8") == digest.hexdigest():
         return
     say("building the extension and installing the project")
-    # A running program has the old file mapped: replace it, do not overwrite it.
+    # A running program may have the old file mapped, so replace it instead of overwriting it.
     for old in (ROOT / "pyvmem").glob("_vmem*.so"):
         old.unlink()
     if not pip_install("--no-deps", "--no-build-isolation", "-e", ROOT, "-e", BENCHMARKS):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Creates environments besides build/venv, for packages that need other versions or Pythons."""
+"""Creates extra environments for packages that need other versions or another Python."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CANNOT = 77  # exit status if this machine cannot get the packages
 
 
 def ask(python: str | Path, program: str) -> str:
-    """Runs a program with a Python interpreter; returns its stripped output."""
+    """Runs a program with a Python interpreter and returns its stripped output."""
     return subprocess.check_output([python, "-c", program], text=True).strip()
 
 

@@ -47,7 +47,7 @@ def noted_command(work: Path, source: Path) -> list[str]:
     found = re.search(r"^(?:saved)?cmd_\S+ := +(.*)$", notes, re.MULTILINE)
     if found is None:
         raise KernelBuildError(f"make recorded no command for {source}")
-    # A command may be followed by others, for example objtool.
+    # A command may be followed by others, such as objtool.
     words = shlex.split(found.group(1).split(" ; ")[0])
     command = []
     skip = False
@@ -64,7 +64,7 @@ def noted_command(work: Path, source: Path) -> list[str]:
 def noted_folder(tree: Tree) -> Path:
     """Returns the directory in which the recorded commands ran.
 
-    This is the module's directory since Linux 6.13, and the headers' directory before that.
+    Since Linux 6.13 this is the module's directory; before that, it was the headers' directory.
     """
     release = re.match(r"(\d+)\.(\d+)", tree.headers.release)
     if release is None:
@@ -76,7 +76,7 @@ def noted_folder(tree: Tree) -> Path:
 def findings(
     command: Sequence[str | Path], folder: Path, work: Path, sources: list[Path]
 ) -> list[str]:
-    """Runs a command; returns its reports about our files."""
+    """Runs a command and returns what it reports about our files."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     lines = [line.replace(f"{work}/", "") for line in (done.stdout + done.stderr).splitlines()]
     ours = {path.name for path in sources}

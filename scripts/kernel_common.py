@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).resolve().parent.parent
-# A test may set another directory, in order to build separately.
+# A test may set another directory so that it builds separately.
 KERNEL_BUILD = Path(os.environ.get("VMEM_KERNEL_BUILD", ROOT / "build" / "kernel")).resolve()
 
 VERSION = re.compile(r"[0-9]{3}\.[0-9]{2,3}(\.[0-9]{2})?")
@@ -75,7 +75,7 @@ def run(*command: str | Path, cwd: Path | None = None, log: Path | None = None) 
     Raises KernelBuildError with the last lines of the output unless the command succeeds.
     """
     words = [str(word) for word in command]
-    # Do not inherit the settings of a calling make.
+    # Do not inherit settings from a calling make.
     env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
     done = subprocess.run(
         words,
@@ -109,7 +109,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def tree_files(folder: Path, names: Sequence[str] = (".",)) -> list[Path]:
-    """Returns all regular files below the named parts of a directory, as sorted relative paths."""
+    """Returns all regular files under the named parts of a directory, as sorted relative paths."""
     found: list[Path] = []
     for name in names:
         top = folder / name

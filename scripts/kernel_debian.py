@@ -19,7 +19,7 @@ from kernel_headers import KernelHeaders, kernel_headers
 
 __all__ = ["KERNEL_SUITES", "debian_headers"]
 
-# The suites whose kernels are tested, each with the suite that has the compiler for it.
+# The suites whose kernels are tested, each with the suite that provides its compiler.
 KERNEL_SUITES = {"trixie": "trixie", "trixie-backports": "trixie"}
 FOLDER = KERNEL_BUILD / "debian"
 FLAVOUR = "cloud-amd64"
@@ -34,7 +34,7 @@ def unpack(packages: list[Path], root: Path) -> None:
 
 
 def use_libraries(root: Path, libraries: Path) -> None:
-    """Makes all programs below `root` use the C library in `libraries`."""
+    """Makes all programs under `root` use the C library in `libraries`."""
     programs = []
     for path in root.rglob("*"):
         if path.is_symlink() or not path.is_file() or not path.stat().st_mode & 0o100:
@@ -51,7 +51,7 @@ def use_libraries(root: Path, libraries: Path) -> None:
 
 
 def compiler_folder(suite: str, compiler: str) -> Path:
-    """Returns the directory with a suite's compiler, created if missing."""
+    """Returns the directory with a suite's compiler; creates it if missing."""
     final = FOLDER / f"{suite}-{compiler}"
     with locked(FOLDER / f".{final.name}.lock"):
         if final.is_dir():

@@ -21,7 +21,7 @@ class KernelHeaders:
         build: the kernel's build directory.
         source: directory of the kernel's sources.
         release: the kernel's `uname -r`.
-        tools: directory of the compiler and binutils to use; None for the system's.
+        tools: directory of the compiler and binutils to use; None to use the system's.
     """
 
     build: Path

@@ -69,7 +69,7 @@ def keep_conftests(work: Path, headers: KernelHeaders) -> None:
 
 
 def copy_build(base: Path, work: Path) -> None:
-    """Copies a finished build directory, and adapts the paths that make recorded."""
+    """Copies a finished build directory and updates the paths that make recorded in it."""
     # Do not match a longer name that begins with this one.
     named = re.compile(re.escape(str(base)) + r"(?![\w.-])")
     with tempfile.TemporaryDirectory(dir=work.parent, prefix=".new-") as name:

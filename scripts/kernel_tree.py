@@ -43,7 +43,7 @@ __all__ = ["Tree", "build_tree", "headers_of"]
 MODULES = ("nvidia", "nvidia-uvm")
 LOCK_CLASSES = ROOT / "tests" / "kernel" / "guest" / "lockdep_classes.h"
 
-# Replaces nvidia/nvidia.Kbuild: builds the software GPU, and names the driver's conftests.
+# Replaces nvidia/nvidia.Kbuild: builds the software GPU and lists the driver's conftests.
 SOFTGPU_KBUILD = """\
 obj-m += nvidia.o
 {objects}
@@ -73,7 +73,7 @@ FEATURES = {
 
 @dataclass(frozen=True)
 class Tree:
-    """A build to make: the driver's version, the kernel, and the kind of build."""
+    """A build, defined by the driver's version, the kernel, and the kind of build."""
 
     version: str
     headers: KernelHeaders
@@ -123,7 +123,7 @@ def softgpu_folder() -> Path:
 
 
 def patched_source(version: str, patches: int | None) -> Path:
-    """Returns a version's patched sources, recreated if the driver or the patches changed."""
+    """Returns a version's patched sources; recreates them if the driver or patches changed."""
     pristine = driver_source(version)
     wanted = f"{tree_digest(pristine, BUILD_PARTS)} {series_digest(version)} {patches}\n"
     final = KERNEL_BUILD / "patched" / (version if patches is None else f"{version}-{patches}")
@@ -280,7 +280,7 @@ def publish(tree: Tree) -> None:
 
 
 def build_tree(tree: Tree, jobs: int = 2) -> Path:
-    """Builds a tree incrementally; returns the directory with the modules."""
+    """Builds a tree incrementally and returns the directory with the modules."""
     with locked(tree.lock):
         if tree.mutant and not tree.work.is_dir():
             unchanged = replace(tree, mutant=None)
@@ -293,7 +293,7 @@ def build_tree(tree: Tree, jobs: int = 2) -> Path:
         make(tree, jobs)
         keep_conftests(tree.work, tree.headers)
         if tree.mutant:
-            # The work directory may contain modules of another mutant or of an older build.
+            # The work directory may contain modules of a different mutant or of an older build.
             for module in MODULES:
                 (tree.out / f"{module}.ko").unlink(missing_ok=True)
         publish(tree)

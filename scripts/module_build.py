@@ -85,7 +85,7 @@ def build_module(
     jobs: int,
     signer: tuple[str, str] | None = None,
 ) -> Path:
-    """Builds and returns nvidia-uvm.ko; records its inputs in module.json beside it."""
+    """Builds nvidia-uvm.ko and returns its path; records its inputs in module.json beside it."""
     folder = module_folder(source.version, kernel.release)
     modversions = kernel_config(kernel.build).get("CONFIG_MODVERSIONS") == "y"
     with locked(folder.parent / f".{folder.name}.lock"):

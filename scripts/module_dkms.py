@@ -48,7 +48,7 @@ def providers(tree: Path) -> list[str]:
 
 
 def make_package(tree: Path, folder: Path, depends: list[str]) -> Path:
-    """Creates the package's source directory from a staged tree; returns it."""
+    """Creates the package's source directory from a staged tree and returns it."""
     version = version_of(tree)
     if version is None:
         raise KernelBuildError(f"{tree} is not a driver source")
@@ -73,7 +73,7 @@ class Dkms:
     """DKMS on this machine, or in a test's directories.
 
     Attributes:
-        own_folders: true if dkms must use the directories below `system.root`.
+        own_folders: true if dkms must use the directories under `system.root`.
         packaged: true if the modprobe rule and its program belong to a distribution's package.
     """
 
@@ -144,7 +144,7 @@ class Dkms:
         shutil.rmtree(self.sources / f"{NAME}-{version}", ignore_errors=True)
 
     def uninstall(self) -> list[str]:
-        """Removes all parts of an installation; returns the versions that were installed."""
+        """Removes all parts of an installation and returns the versions that were installed."""
         # Remove the rule first, so that modprobe loads the stock module from then on.
         for _, path, _ in reversed(self.rule):
             (self.system.root / path).unlink(missing_ok=True)

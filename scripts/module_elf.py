@@ -20,7 +20,7 @@ SIGNATURE_MAGIC = b"~Module signature appended~\n"
 ELF_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 SECTION = struct.Struct("<IIQQQQIIQQ")
 SYMBOL = struct.Struct("<IBBHQQ")
-# struct modversion_info: 64 bytes that hold the version as an unsigned long, and then the name.
+# struct modversion_info: 64 bytes that hold the version as an unsigned long, followed by the name.
 VERSION = struct.Struct("<Q56s")
 
 SHN_UNDEF = 0

@@ -68,7 +68,7 @@ def kernel_config(build: Path) -> dict[str, str]:
 
 
 def installed_nvidia(modules: Path) -> list[KernelModule]:
-    """Returns all files below /lib/modules/RELEASE that contain NVIDIA's main module.
+    """Returns all files under /lib/modules/RELEASE that contain NVIDIA's main module.
 
     Debian renames the file (nvidia-current.ko), but the module's name is always `nvidia`.
     """
@@ -115,7 +115,7 @@ def run_make(tree: Path, variables: dict[str, str], jobs: int) -> None:
     """Runs the driver's Makefile; its output goes to build.log."""
     command = ["make", f"-j{jobs}", "modules"]
     command += [f"{name}={value}" for name, value in variables.items()]
-    # Do not inherit settings of DKMS or make that would change the build.
+    # Do not inherit settings from DKMS or make that would change the build.
     dropped = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "KERNELRELEASE")
     environment = {k: v for k, v in os.environ.items() if k not in dropped}
     log = tree / "build.log"

@@ -61,7 +61,7 @@ def query_layout(header: str) -> Layout:
 
 
 def query(node: Path) -> Answer:
-    """Returns the answer from a node's driver; raises OSError if it does not support QUERY."""
+    """Returns the answer of a node's driver; raises OSError if it does not support QUERY."""
     layout = query_layout(HEADER.read_text(encoding="utf-8"))
     buffer = bytearray(layout.packing.size)
     struct.pack_into("=I", buffer, 0, layout.packing.size)

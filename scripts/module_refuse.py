@@ -35,7 +35,7 @@ ALLOWABLE = ("driver", "kernel", "symbols")
 
 @dataclass(frozen=True)
 class Doubt:
-    """A reason for doubt: an untested or uncheckable combination, not a known fault."""
+    """A reason to hesitate: an untested or unverifiable combination, not a known fault."""
 
     word: str  # one of ALLOWABLE
     text: str
@@ -224,7 +224,7 @@ def load_refusals(
 ) -> list[str]:
     """Returns all reasons not to load the patched module now.
 
-    `allowed`: names from ALLOWABLE, whose doubts are ignored.
+    `allowed`: the doubts to ignore, by their names in ALLOWABLE.
     """
     if not any(name.startswith(PREFIX) for name in module.parameters):
         return [f"{module.path} is not the patched module: it has no parameter {PREFIX}*"]

@@ -76,7 +76,7 @@ class Swap:
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
-                start_new_session=True,  # keep terminal signals (Ctrl-C) to this program
+                start_new_session=True,  # keep terminal signals (Ctrl-C) from the tool
                 check=False,
             )
         except OSError as error:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Describes a machine: its kernel, its NVIDIA driver, and the processes that use the driver.
 
-Everything is read below a root directory, so that a test can describe any machine as plain files.
+Everything is read relative to a root directory, so that a test can describe any machine as plain
+files.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class DeviceUser:
 
 @dataclass(frozen=True)
 class System:
-    """A machine with its files below `root`."""
+    """A machine whose files are under `root`."""
 
     root: Path = Path("/")
 
@@ -89,7 +90,7 @@ class System:
     def secure_boot(self) -> bool:
         """True if this kernel was booted under Secure Boot."""
         try:
-            # The file contains four bytes of attributes, and then the value.
+            # The file contains four bytes of attributes, followed by the value.
             return (self.root / SECURE_BOOT).read_bytes()[4:5] == b"\x01"
         except OSError:
             return False
@@ -117,7 +118,7 @@ class System:
         return version
 
     def uvm_is_ours(self) -> bool:
-        """True if the loaded UVM is patched, which is recognized by its parameters' prefix."""
+        """True if the loaded UVM is patched, as its parameters' prefix shows."""
         folder = self.root / "sys/module" / UVM / "parameters"
         return any(folder.glob("uvm_vmem_*"))
 

@@ -38,7 +38,7 @@ def records() -> dict[str, Record]:
 
 
 def rank(record: Record) -> tuple[int, str]:
-    """Returns a key that sorts records by their number of devices, and then by date."""
+    """Returns a key that sorts records by number of devices, then by date."""
     return len(Probed.of(record).devices), record["date"]
 
 

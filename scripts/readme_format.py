@@ -14,7 +14,7 @@ Result = dict[str, Any]
 
 
 def load_run(path: Path, root: Path = ROOT) -> Result:
-    """Loads a committed run; its field `file` is the path below `root`, for links."""
+    """Loads a committed run; its field `file` is the path relative to `root`, for links."""
     result: Result = json.loads(path.read_text(encoding="utf-8"))
     result["file"] = path.relative_to(root).as_posix()
     return result

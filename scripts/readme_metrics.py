@@ -29,7 +29,7 @@ def zeros(kind: Any) -> dict[str, Any]:
 
 
 class Idle:
-    """A cache without activity."""
+    """A cache with no activity."""
 
     context = SimpleNamespace(
         info=SimpleNamespace(**zeros(ContextInfo)),

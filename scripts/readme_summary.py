@@ -182,7 +182,7 @@ def headline() -> list[str]:
 
 
 def counts() -> tuple[str, str]:
-    """Returns how many driver calls add a page to each of 64 tensors, and the machine.
+    """Returns how many driver calls it takes to add a page to each of 64 tensors, and the machine.
 
     The count is given for the patched and the stock driver.
     """

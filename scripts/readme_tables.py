@@ -184,7 +184,7 @@ def aim_value(aim: Result | None) -> str:
 
 
 def part_verified(results: list[Result]) -> list[str]:
-    """Returns the table of the GPUs and drivers on which the runs were made."""
+    """Returns the table of the GPUs and drivers that the runs used."""
     body = [[r["machine"]["gpu"], r["machine"]["driver"]] for r in results]
     return table(["verified on", "driver"], body)
 

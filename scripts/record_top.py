@@ -90,7 +90,7 @@ class Screen:
 
 
 def engine(name: str, folder: Path) -> None:
-    """Runs an engine whose requests only grow and which gets more of them during its turn."""
+    """Runs an engine whose requests grow until they finish, with more requests in its turn."""
     from pyvmem import Context, KVCache, KVCacheConfig
     from pyvmem.kvcache import Budget
     from pyvmem.ledger import Ledger
@@ -112,7 +112,7 @@ def engine(name: str, folder: Path) -> None:
                 running.append(slot)
             for slot in running:
                 lengths[slot] += TOKENS_A_STEP
-            while cache.step(lengths) != 0:  # out of memory: the youngest request waits
+            while cache.step(lengths) != 0:  # out of memory: drop the youngest request
                 lengths[running[-1]] = 0
                 cache.free_reqid(running.pop())
             for slot in [slot for slot in running if lengths[slot] >= MOST_TOKENS]:

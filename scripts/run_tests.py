@@ -48,19 +48,19 @@ EVERYDAY = (
     *("kvcache", "kvcache_budget", "kvcache_config", "kvcache_prefix", "kvcache_rows"),
     *("kvcache_share", "kvcache_swap", "prefix_tree", "serve_scheduler", "slot_index"),
 )
-# Tests to run on the back end cuda with a software CUDA driver. Other tests would be slow with its
+# Tests to run on the cuda back end with a software CUDA driver. Other tests would be slow with its
 # page size.
 ON_CUDA = (
     *("bad_input", "calls", "context", "entries", "errors", "features", "kvcache"),
     *("kvcache_order", "kvcache_share", "kvcache_swap", "kvcache_waits", "tensor", "torch_pool"),
     "vllm_memory",
 )
-# Tests whose code depends little on the back end. Every run includes them on the back end host.
+# Tests whose code depends little on the back end. Every run includes them on the host back end.
 ON_CUDA_LONG = (
     *("engine_requests", "kvcache_ahead", "kvcache_budget", "kvcache_host_prefixes"),
     *("kvcache_prefix", "kvcache_rows", "kvcache_window", "parallel"),
 )
-# Tests to run on the back end stock with software replacements of CUDA and the kernel modules.
+# Tests to run on the stock back end with software replacements for CUDA and the kernel modules.
 ON_STOCK = (
     *("calls", "context", "errors", "features", "kvcache", "kvcache_budget", "kvcache_share"),
     *("kvcache_swap", "selftest"),
@@ -69,7 +69,7 @@ C_ON_STOCK = (
     *("accounting", "basic", "bind", "entries", "errors", "events", "fork", "join", "large"),
     *("parts", "tickets", "unknown_state", "zeroing"),
 )
-# C tests that each take half a minute on the back end stock.
+# C tests that each take half a minute on the stock back end.
 C_ON_STOCK_LONG = (
     *("async", "batch", "compact", "limits", "move", "pool", "stress", "threads", "transfer"),
 )
@@ -324,7 +324,7 @@ def other_pythons(session: Session) -> None:
 
 
 def can(script: str, *words: str) -> bool:
-    """Runs a set-up or check script; returns False if this machine cannot run it."""
+    """Runs a setup or check script; returns False if this machine cannot run it."""
     command = [str(PYTHON), str(ROOT / "scripts" / script), *words]
     status = subprocess.run(command, stdin=subprocess.DEVNULL, cwd=ROOT, check=False).returncode
     if status not in (0, CANNOT):
@@ -391,7 +391,8 @@ def vllm(session: Session) -> None:
             session.skip(f"{requirement}: its environment is not available here (see above)")
             continue
         newest = requirement.startswith("vllm==")
-        # Benchmarks and the example do not depend on vLLM's internals: only the newest runs them.
+        # Benchmarks and the example do not depend on vLLM's internals, so only the newest version
+        # runs them.
         tests = [f"tests/vllm/test_{one}.py" for one in ("engine", "sleep", "one_buffer")]
         tests += ["-k", "" if newest else "tokens_and_memory or sleep or one_buffer or another"]
         environment = vllm_setup.environment_of(requirement)
@@ -439,7 +440,7 @@ def gpu_checks(session: Session) -> None:
 
 
 def softcuda() -> Path:
-    """Builds the software replacements of CUDA and the kernel modules; returns the directory."""
+    """Builds the software replacements for CUDA and the kernel modules; returns the directory."""
     build = BUILD / "softcuda"
     quiet("make", "-s", "--no-print-directory", "-C", "tests/softcuda", f"OUT={build}")
     return build
@@ -521,7 +522,7 @@ def pyenv_pythons(version: str) -> list[Path]:
 
 
 def answer(*command: str) -> str | None:
-    """Runs a command; returns its stripped output, or None if it fails."""
+    """Runs a command and returns its stripped output, or None if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else None
 

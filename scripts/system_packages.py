@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Installs the parts of the system that set-up needs.
+"""Installs the parts of the system that setup needs.
 
 Each package manager has a row with its install command and its package for each part. The first
 available manager is used. Its sources and keys are never changed.
@@ -77,7 +77,7 @@ class Manager:
     Attributes:
         install: the install command, to which the packages' names are appended.
         names: the package for each part. {python} stands for "python3" or, if the running Python is
-            not the system's python3, for a name such as "python3.12"; {minor} stands for 12 then.
+            not the system's python3, for a name such as "python3.12"; {minor} then stands for 12.
         refresh: the command that fetches package lists, if the install command does not.
     """
 
@@ -196,8 +196,8 @@ def install_packages(tool: Manager, packages: Sequence[str], *, useful: bool = F
     Args:
         tool: the package manager.
         packages: the packages' names.
-        useful: true if the packages are optional. Then no password is asked for, and False is
-            returned if they cannot be installed; otherwise, a failure exits with a message.
+        useful: true if the packages are optional. In that case no password is requested, and False
+            is returned if they cannot be installed; otherwise, a failure exits with a message.
     """
     say(f"missing packages: {' '.join(packages)}")
     wanted = [*tool.install, *packages]

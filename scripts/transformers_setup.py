@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: MIT
 """Creates build/transformers: the oldest supported transformers, on top of build/venv.
 
-The exit status is 77 if the packages are unavailable. Dependencies that must have another version
-than in build/venv, such as huggingface-hub, are installed with it; everything else is imported from
-build/venv.
+The exit status is 77 if the packages are unavailable. Dependencies that need a different version
+from the one in build/venv, such as huggingface-hub, are installed with it; everything else is
+imported from build/venv.
 """
 
 from __future__ import annotations

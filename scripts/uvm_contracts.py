@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Checks the UVM page-table functions that the kernel module relies on.
 
-The module does two things that uvm_mmu.h forbids its callers to do; kernel_module/README.md lists
-them and explains why they are harmless. Whether they are harmless depends on a few functions of
-uvm_mmu.c, each of which has few variants: patches/contracts.json contains a digest of each reviewed
-variant.
+The module does two things that uvm_mmu.h forbids its callers from doing; kernel_module/README.md
+lists them and explains why they are harmless. Whether they are harmless depends on a few functions
+of uvm_mmu.c, each of which has few variants: patches/contracts.json contains a digest of each
+reviewed variant.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def known_texts() -> dict[str, dict[str, str]]:
 
 
 def digest(source: str, function: str) -> str | None:
-    """Returns a function's digest without comments and white space, or None if it is missing."""
+    """Returns a function's digest, ignoring comments and whitespace, or None if it is missing."""
     pattern = rf"^\w[^;{{}}\n]*\b{re.escape(function)}\([^;{{}}]*\)\n\{{\n.*?^\}}\n"
     found = re.search(pattern, source, re.MULTILINE | re.DOTALL)
     if not found:

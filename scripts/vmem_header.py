@@ -13,7 +13,7 @@ HEADER = ROOT / "libvmem" / "include" / "vmem.h"
 
 
 def normal(declaration: str) -> str:
-    """Normalizes white space and pointers in a declaration."""
+    """Normalizes whitespace and pointers in a declaration."""
     text = re.sub(r"\s+", " ", declaration.strip())
     text = re.sub(r" ?\* ?", " *", text)
     return re.sub(r"\s*([(),])\s*", r"\1", text).replace(",", ", ")

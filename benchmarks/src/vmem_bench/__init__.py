@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""The benchmarks of `vmem bench` besides `api`; benchmarks/README.md describes them."""
+"""The benchmarks of `vmem bench` other than `api`; benchmarks/README.md describes them."""

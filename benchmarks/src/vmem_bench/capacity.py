@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench capacity`: how many requests fit into a GPU's memory at a time, by memory layout.
+"""`vmem bench capacity`: how many requests fit in a GPU's memory at once, by memory layout.
 
 Follows figure 12 of the vAttention paper (ASPLOS'25), which gives the largest batch with 64 KB and
-with 2 MB pages on another trace (OpenChat); the paper's artifact has no script for that figure.
+with 2 MB pages on a different trace (OpenChat); the paper's artifact has no script for that figure.
 Here:
 
 - The memory for keys and values is the GPU's memory minus a tenth (activations, CUDA's context and
@@ -65,12 +65,12 @@ class System:
     """A way to store keys and values.
 
     Attributes:
-        name: e.g. ``g1/64K`` (a tensor per layer, 64 KB pages), ``blocks/16`` (PagedAttention).
-        group_size: layers in one tensor.
+        name: e.g. ``g1/64K`` (one tensor per layer, 64 KB pages), ``blocks/16`` (PagedAttention).
+        group_size: layers per tensor.
         page_size: page size in bytes; 0 for blocks.
         block: tokens per block; 0 for pages.
-        overread_rows: rows that a kernel may read past a prompt's end, because it reads whole
-            tiles; 0 for blocks.
+        overread_rows: rows past a prompt's end that a kernel may read because it reads whole tiles;
+            0 for blocks.
     """
 
     name: str
@@ -153,7 +153,7 @@ def measure(
 
 
 def aims(record: Record) -> list[dict[str, Any]]:
-    """Compares the batch size for 64 KB pages and one tensor per layer with other layouts.
+    """Compares 64 KB pages with one tensor per layer to other layouts, by batch size.
 
     Each value is a ratio of two batch sizes. Only the Azure trace has targets.
     """

@@ -32,6 +32,6 @@ _BENCHMARKS = (
 
 
 def add_parsers(which: Any) -> None:
-    """Adds each benchmark to the subparsers `which`."""
+    """Adds each benchmark's parser to the subparsers `which`."""
     for benchmark in _BENCHMARKS:
         benchmark.add_parser(which)

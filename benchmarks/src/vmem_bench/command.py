@@ -40,7 +40,7 @@ __all__ = [
 
 
 class WrongResult(RuntimeError):
-    """The code under measurement computed a wrong result."""
+    """The code being measured computed a wrong result."""
 
 
 def add_common(parser: argparse.ArgumentParser, seconds: int) -> None:
@@ -117,7 +117,7 @@ class Command:
 
     @property
     def page(self) -> int:
-        """The value of ``--page``; by default 64 KiB or the smallest larger page.
+        """The value of ``--page``; defaults to the smallest available page of at least 64 KiB.
 
         A quick run on ``host`` uses 4 KiB, so that a tiny model's requests need several pages.
         """
@@ -129,7 +129,7 @@ class Command:
         return min(size for size in self.page_sizes if size >= 64 << 10)
 
     def device(self) -> torch.device:
-        """Returns the device for tensors.
+        """Returns the torch device to use.
 
         Raises:
             RuntimeError: torch cannot use the device; the message says why.
@@ -145,7 +145,7 @@ class Command:
         return torch.device(f"cuda:{self.args.device}")
 
     def load_fa3(self, part: Part, device: torch.device) -> None:
-        """Registers FlashAttention-3 with `pyvmem.attention`, or notes why that is impossible."""
+        """Registers FlashAttention-3 with `pyvmem.attention`, or notes why it cannot."""
         if self.args.fa3 is None and device.type != "cuda":
             return
         try:

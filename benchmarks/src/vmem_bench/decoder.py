@@ -89,7 +89,7 @@ class Shard(NamedTuple):
     Attributes:
         rank: the rank's number, from 0.
         ranks: the number of ranks.
-        sum: sums a tensor over the ranks, in place or not.
+        sum: returns the sum of a tensor over the ranks; may work in place.
     """
 
     rank: int = 0
@@ -181,7 +181,7 @@ class Decoder:
         return torch.ones(self.sizes.hidden, dtype=torch.bfloat16, device=self._device)
 
     def _part(self, weight: torch.Tensor, dim: int, sizes: list[int]) -> torch.Tensor:
-        """Returns this rank's part of each piece of a weight, concatenated."""
+        """Splits a weight by `sizes`; returns this rank's part of each piece, concatenated."""
         rank, ranks, _ = self._shard
         if ranks == 1:
             return weight

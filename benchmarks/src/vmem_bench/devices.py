@@ -43,7 +43,7 @@ __all__ = ["add_parser", "run"]
 
 _Call = Callable[[Sequence[int]], int]
 _PAGES = 64  # pages mapped and unmapped per turn, one at a time
-_ALIVE = 16384  # mappings in place while kernel memory is measured
+_ALIVE = 16384  # mappings that exist while kernel memory is measured
 _STEPS = 32  # steps per turn
 _MIB = 1 << 20
 _METHOD = {
@@ -206,7 +206,7 @@ def _reading(
             one.view(-1).view(torch.int32).sum()
 
     def turn() -> None:
-        # Wait until returned pages are zeroed: zeroing would disturb the timing.
+        # Wait until returned pages have been zeroed, because zeroing would disturb the timing.
         end = time.monotonic() + 5
         while cache.context.stats().dirty_bytes and time.monotonic() < end:
             time.sleep(0.001)

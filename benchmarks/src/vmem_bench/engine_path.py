@@ -31,12 +31,12 @@ _PYVMEM = {
 def engine_path(folder: Path, path: str = "") -> str:
     """Returns a PYTHONPATH with pyvmem, the benchmarks and the entry points that an engine needs.
 
-    The entry points load the plug-in that draws the weights and, if pyvmem is not installed,
+    The entry points load the plug-in that randomizes the weights and, if pyvmem is not installed,
     pyvmem's plug-ins.
 
     Args:
         folder: directory for the entry points; must not exist.
-        path: the engine's PYTHONPATH; "" for this process's.
+        path: the engine's PYTHONPATH; "" to use this process's.
     """
     given = os.environ.get("PYTHONPATH", "")
     mine = given.split(os.pathsep) if path else []

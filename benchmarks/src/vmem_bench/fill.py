@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench fill`: requests grow until no pages are left, by default and in other ways.
+"""`vmem bench fill`: requests grow until no pages are left, mapped in several ways.
 
 Each driver call creates one mapping, and a GPU allows fewer mappings than it has pages, so its
 memory cannot be filled page by page (`pyvmem.kvcache.growth`). The same requests grow in each of
@@ -77,7 +77,7 @@ class _Filling(Closable):
         self.requests = min(args.requests, 12) if quick else args.requests
         mappings = args.max_mappings
         if quick and command.backend == "host" and not mappings:
-            mappings = 400  # a limit low enough that the ways differ
+            mappings = 400  # low enough for the ways to differ
         self._stack = ExitStack()
         page = min(size for size in command.page_sizes if size >= 64 << 10)
         with ExitStack() as stack:
@@ -210,7 +210,7 @@ _ROWS = (
 
 
 def _add(part: Part, way: str, rounds: list[_Filled], page: int) -> None:
-    """Adds a way's rows, each with the mean over its rounds and every round's value."""
+    """Adds a way's rows, each with the mean over all rounds and the value of every round."""
     for name, what, unit, factor in _ROWS:
         values = [one.numbers[name] * factor for one in rounds]
         part.value(

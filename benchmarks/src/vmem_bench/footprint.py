@@ -204,7 +204,7 @@ class Footprint:
             try:
                 use(reservation.tensor((nbytes // 2,), torch.bfloat16))
             except Exception as error:
-                traceback.clear_frames(error.__traceback__)  # the frames hold the tensor
+                traceback.clear_frames(error.__traceback__)  # its frames keep the tensor alive
                 raise
             finally:
                 self._settle()
@@ -255,7 +255,7 @@ class Footprint:
             try:
                 use(cache.reservation.tensor((nbytes // 2,), torch.bfloat16))
             except Exception as error:
-                traceback.clear_frames(error.__traceback__)  # the frames hold the tensor
+                traceback.clear_frames(error.__traceback__)  # its frames keep the tensor alive
                 raise
             finally:
                 self._settle()

@@ -56,7 +56,7 @@ class Fragments(Closable):
         return taken
 
     def close(self) -> None:
-        """Frees all memory, which must have been unmapped."""
+        """Frees all memory, which must already be unmapped."""
         for pages in self._kept:
             pages.release()
         self._kept.clear()

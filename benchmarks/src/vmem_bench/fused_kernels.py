@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The Triton kernels of `vmem_bench.fused`; importing this module needs Triton."""
+"""The Triton kernels of `vmem_bench.fused`; importing this module requires Triton."""
 
 # Triton evaluates annotations, so this module has no `from __future__ import annotations` and
 # annotates only constexpr parameters.

@@ -174,7 +174,7 @@ def _measure(
 
 
 def _check(part: Part, case: _Case, name: str, out: torch.Tensor, first: torch.Tensor) -> None:
-    """Raises WrongResult if two kernels differ by more than rounding."""
+    """Raises WrongResult if two kernels differ by more than rounding error."""
     difference = float((out - first).abs().max() / first.abs().max())
     if not difference <= _TOLERANCE.get(case.dtype, 0.05):  # also catches NaN
         raise WrongResult(

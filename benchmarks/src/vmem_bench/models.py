@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """`vmem bench models`: decode and prefill of several models, compared with transformers' cache.
 
-Real transformers models with random weights, in the shapes of well-known models but with fewer
+These are real transformers models with random weights: the shapes of well-known models, but fewer
 layers. They run in four ways, each with the same tokens:
 
     dynamic   ``model.forward`` with transformers' own `DynamicCache`, attention by SDPA
@@ -239,7 +239,7 @@ class _Way:
         raise NotImplementedError
 
     def nbytes(self) -> int:
-        """Returns the bytes that keys, values and states occupy now."""
+        """Returns the bytes that keys, values and states currently occupy."""
         raise NotImplementedError
 
     def policy(self) -> dict[str, Any]:
@@ -362,7 +362,7 @@ class _Attend(_Way):
 def _attention(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **more: Any
 ) -> tuple[Any, None]:
-    """Computes attention for transformers, which passes on ``vmem_models`` from `forward`."""
+    """Computes attention for transformers, which passes ``vmem_models`` through from `forward`."""
     from pyvmem.hf.latent import UP
 
     attend, step = more["vmem_models"]
@@ -416,7 +416,7 @@ def _time(call: Callable[[], Any], device: torch.device) -> tuple[Any, int]:
 
 
 def _measure(command: Command, part: Part, name: str, device: torch.device, left: Deadline) -> None:
-    """Adds a kind's rows: each way's prefill of one request and decoding of a batch."""
+    """Adds a kind's rows: for each way, the prefill of one request and the decoding of a batch."""
     import torch
 
     args, quick = command.args, command.quick
@@ -484,7 +484,7 @@ def largest_difference(way: str, cuda: bool, found: Mapping[str, float]) -> floa
 
     Args:
         way: one of `WAYS`.
-        cuda: whether the model is on a GPU and so in bfloat16.
+        cuda: whether the model is on a GPU and therefore in bfloat16.
         found: the differences of earlier ways.
     """
     if way == "fp8":

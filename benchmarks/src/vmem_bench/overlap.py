@@ -72,7 +72,7 @@ def _compare(modes: list[Mode], lengths: Lengths, iteration: int) -> float:
 
 
 def _fitting(batch: int, sizes: Sizes, high: int, free: int, modes: int) -> int:
-    """Returns how many requests, up to `batch`, fit next to the weights if all caches are full."""
+    """Returns how many requests, up to `batch`, fit beside the weights if all caches are full."""
     each = modes * high * sizes.token_bytes
     return max(0, min(batch, (free - 2 * sizes.weights - _SPARE) // each))
 

@@ -37,7 +37,7 @@ class Lengths:
     """Each request's number of tokens at every iteration.
 
     Args:
-        batch: number of requests; their first lengths are spread evenly from `low` to `high`.
+        batch: number of requests; their initial lengths are spread evenly from `low` to `high`.
         low: tokens of a fresh request, before its first iteration.
         high: tokens at which a request ends.
     """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """`vmem bench kernels`: the same attention kernel over contiguous and over paged memory.
 
-The contiguous form reads our pages, which are in random physical order, and cudaMalloc memory. The
-paged form reads cudaMalloc memory in blocks in random order, for every block size. All buffers hold
-the same values.
+The contiguous form runs over our pages, which are in random physical order, and over cudaMalloc
+memory. The paged form runs over cudaMalloc memory as blocks in random order, for every block size.
+All buffers hold the same values.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def _run_all(
     cases: list[Case],
     device: torch.device,
 ) -> None:
-    """Measures every case with every kernel on the same buffers; writes the file each time."""
+    """Measures every case with every kernel on the same buffers; writes the file after each."""
     if not kernels:
         return
     # Restart the deadline: the kernels are compiled by now.
@@ -256,7 +256,7 @@ def _run_all(
                         command.write()
                     _raise_wrong(part)
         finally:
-            gc.collect()  # the frames of a failed case hold views of the buffers
+            gc.collect()  # a failed case's frames hold views of the buffers
             buffers.close()
 
 

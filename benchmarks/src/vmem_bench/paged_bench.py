@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Times and checks one attention kernel, contiguous and in blocks, over two kinds of memory.
+"""Times and checks one attention kernel, contiguous and paged, over two kinds of memory.
 
-It also times the calls that `pyvmem.attention` makes for a cache: over slots with a tensor for each
+It also times the calls that `pyvmem.attention` makes for a cache: over slots with one tensor per
 layer, and over slots whose tensor holds the rows of several layers, so that a layer's rows are
 strided.
 
@@ -65,7 +65,7 @@ class PagedBench:
         self.part, self.kernel, self.buffers, self.quick = part, kernel, buffers, quick
         self.device = buffers.device
         self._clock = timer(self.device)
-        self._graphs: list[Any] = []  # each with the captured function, which holds the tensors
+        self._graphs: list[Any] = []  # with the captured functions, which hold the tensors
         self._graph_why = ""
         self._checked: list[float] = []
 
@@ -234,7 +234,7 @@ class PagedBench:
         *,
         graph: bool,
     ) -> Callable[[], Any]:
-        """Returns a function that makes all calls in a sample, if possible as a CUDA graph."""
+        """Returns a function that makes all calls in a sample, as a CUDA graph if possible."""
 
         def plain() -> torch.Tensor:
             for k, v in layers:
@@ -289,7 +289,7 @@ class PagedBench:
     def _check(self, what: str, out: torch.Tensor, wanted: torch.Tensor) -> None:
         """Raises WrongResult if an output differs too much from the expected output.
 
-        Each head of each token is compared separately, as later tokens' outputs are smaller.
+        Each head of each token is compared separately, because later tokens' outputs are smaller.
         """
         wanted = wanted.float()
         difference = (out.float() - wanted).abs().amax(-1)

@@ -67,7 +67,7 @@ class FlashInfer:
         self.notes = [f"compiled in {time.monotonic() - start:.0f} s", *failed]
 
     def _build(self, backend: str) -> str:
-        """Compiles the module for `plan` or for single calls. Returns "", or why that failed."""
+        """Compiles the module for `plan` or for single calls. Returns "", or why it failed."""
         import torch
 
         kind, dim = torch.bfloat16, 128
@@ -91,7 +91,7 @@ class FlashInfer:
         return (0, 1, 2, 4, 8, 16, 32) if case.tuned else (0,)
 
     def contiguous(self, case: Case, splits: int) -> Call:
-        """Returns a call to the ragged wrapper, which reads the requests' rows back to back."""
+        """Returns a callable for the ragged wrapper, which reads requests' rows back to back."""
         wrapper = self._prefill.BatchPrefillWithRaggedKVCacheWrapper(
             self._workspace, "NHD", backend=self._backend(case)
         )
@@ -113,7 +113,7 @@ class FlashInfer:
         return call
 
     def paged(self, case: Case, table: torch.Tensor, splits: int) -> Call:
-        """Returns a call to the paged wrapper, for requests whose blocks are all full."""
+        """Returns a callable for the paged wrapper and requests whose blocks are all full."""
         import torch
 
         blocks = table.shape[1]
@@ -165,7 +165,7 @@ class FlashInfer:
         return torch.arange(case.batch + 1, dtype=torch.int32) * each
 
     def _out(self, case: Case) -> torch.Tensor:
-        """Allocates the output; without one, the paged wrapper zeroes a new output in each call."""
+        """Allocates the output; without one, the paged wrapper zeroes a new output on each call."""
         import torch
 
         shape = (case.batch * case.q_len, case.heads, case.head_dim)

@@ -53,7 +53,7 @@ class Case:
 
     @property
     def elements(self) -> int:
-        """The number of elements in the keys; the values have as many."""
+        """The number of elements in the keys; the values have the same number."""
         return self.batch * self.kv_len * self.kv_heads * self.head_dim
 
     @property
@@ -153,23 +153,24 @@ class Kernel(Protocol):
         """Returns the split counts to try for a request's rows; 0 lets the kernel choose."""
 
     def contiguous(self, case: Case, splits: int) -> Call:
-        """Returns a call that reads keys and values ``[batch, kv_len, kv_heads, dim]``."""
+        """Returns a callable that takes keys and values ``[batch, kv_len, kv_heads, dim]``."""
 
     def paged(self, case: Case, table: torch.Tensor, splits: int) -> Call:
-        """Returns a call that reads keys and values ``[blocks, block, kv_heads, dim]``.
+        """Returns a callable that takes keys and values ``[blocks, block, kv_heads, dim]``.
 
         `table`: each request's blocks, int32 ``[batch, blocks per request]``.
         """
 
     def slots(self, case: Case) -> Call:
-        """Returns the call that `pyvmem.attention` builds for a cache's slots; see `of_slots`."""
+        """Returns a callable that runs `pyvmem.attention` on a cache's slots; see `of_slots`."""
 
 
 def of_slots(prefill: str, decode: str, case: Case, device: torch.device) -> Call:
-    """Returns a call to `pyvmem.attention`'s kernel `prefill` or `decode`, depending on the case.
+    """Returns a callable that runs one of `pyvmem.attention`'s kernels.
 
-    The call accepts keys and values ``[batch, rows, kv_heads, dim]`` as a cache stores them, which
-    are strided if a tensor holds the rows of several layers.
+    The kernel is `prefill` or `decode`, depending on the case. The callable accepts keys and values
+    ``[batch, rows, kv_heads, dim]`` as a cache stores them, which are strided if a tensor holds the
+    rows of several layers.
     """
     from pyvmem.attention.batch import Batch, Part
     from pyvmem.attention.kernels import KERNELS
@@ -190,7 +191,7 @@ def of_slots(prefill: str, decode: str, case: Case, device: torch.device) -> Cal
 
 
 class Fa3:
-    """FlashAttention-3, called through vLLM's op. Raises what `fa3.load` raises."""
+    """FlashAttention-3, called through vLLM's op. Raises the same errors as `fa3.load`."""
 
     name = "fa3"
     blocks: tuple[int, ...] = (16, 64, 128, 256)
@@ -204,11 +205,11 @@ class Fa3:
         return (0, 1, 2, 4, 8, 16, 32) if case.tuned else (0,)
 
     def contiguous(self, case: Case, splits: int) -> Call:
-        """Returns a call to the op over a batch of slots."""
+        """Returns a callable that runs the op on a batch of slots."""
         return self._call(case, None, splits)
 
     def paged(self, case: Case, table: torch.Tensor, splits: int) -> Call:
-        """Returns a call to the op with a page table."""
+        """Returns a callable that runs the op with a page table."""
         return self._call(case, table, splits)
 
     def slots(self, case: Case) -> Call:
@@ -247,15 +248,15 @@ class Fa2:
         return (0,)
 
     def contiguous(self, case: Case, splits: int) -> Call:
-        """Returns the op's variable-length call, in which requests may start anywhere."""
+        """Returns a callable for the op's variable-length form; requests may start anywhere."""
         return self.slots(case)
 
     def paged(self, case: Case, table: torch.Tensor, splits: int) -> Call:
-        """Raises NotImplementedError: the op has no paged call."""
+        """Raises NotImplementedError: the op has no paged form."""
         raise NotImplementedError("torch's FlashAttention-2 does not accept a block table")
 
     def slots(self, case: Case) -> Call:
-        """Returns the op's variable-length call; a layer's rows may be strided."""
+        """Returns a callable for the op's variable-length form; a layer's rows may be strided."""
         return of_slots("fa2", "fa2", case, self._device)
 
 
@@ -270,7 +271,7 @@ class Gather:
         return (0, 1) if case.tuned else (0,)
 
     def contiguous(self, case: Case, splits: int) -> Call:
-        """Returns a single call for the whole batch."""
+        """Returns a callable that runs SDPA once for the whole batch."""
         import torch
         from torch.nn.functional import scaled_dot_product_attention
 
@@ -291,7 +292,7 @@ class Gather:
         return call
 
     def paged(self, case: Case, table: torch.Tensor, splits: int) -> Call:
-        """Returns a call that gathers the blocks, then runs the contiguous call."""
+        """Returns a callable that gathers the blocks, then runs the contiguous form."""
         whole = self.contiguous(case, splits)
         shape = (case.batch, case.kv_len, case.kv_heads, case.head_dim)
         order = table.flatten().long()
@@ -302,7 +303,7 @@ class Gather:
         return call
 
     def slots(self, case: Case) -> Call:
-        """Returns one call for all slots of the batch, which are adjacent and equally long."""
+        """Returns a callable for all slots of the batch, which are adjacent and equally long."""
         import torch
 
         return of_slots("sdpa", "sdpa", case, torch.device("cpu"))

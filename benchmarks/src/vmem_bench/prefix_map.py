@@ -3,7 +3,7 @@
 
 `KVCache.alloc_prefix` finds the prefix and maps its pages, read-only, in a free slot; 10,240 tokens
 of Llama-3-8B's shape occupy 1.34 GB in 64 tensors. The number of driver calls depends on where the
-pages are in physical memory, and so on how the first request allocated them:
+pages are in physical memory, and therefore on how the first request allocated them:
 
 - ``runs``: in one step, as for a prefill, so that a tensor's pages are adjacent.
 - ``runs_2m``: in one step, with 2 MB pages, each of which the GPU can map with one large entry.
@@ -79,7 +79,7 @@ class _Kind(Closable):
         self.ids = TokenIds([(7 * i) % 128_000 for i in range(tokens)])
 
     def record(self) -> None:
-        """Creates the first request, marks some of its pages, records it and frees it."""
+        """Creates the first request, marks some of its pages, then records and frees it."""
         cache = self.cache
         one = self._take()
         if cache.step([self.tokens if reqid == one else 0 for reqid in range(2)]):

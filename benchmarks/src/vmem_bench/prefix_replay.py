@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Two prefix caches with the same trace and budget: our tree, and blocks identified by hashes.
+"""Replays a trace on two prefix caches with the same budget: our tree, and hashed blocks.
 
 Both serve one request at a time. At most n - 1 of a prompt's n tokens may come from the cache,
 since the last token must be computed. Then the prompt is recorded up to its last whole unit.
@@ -14,7 +14,7 @@ Outputs are not recorded, since the trace does not include them.
   first; new blocks are taken from the front of the queue.
 
 A third cache, `Turns`, is a real `KVCache`. It counts the hits whose rows were still mapped in the
-slot in which the conversation's previous turn ended. `Sliding` is the tree for a model with
+slot where the conversation's previous turn ended. `Sliding` is the tree for a model with
 sliding-window layers. It follows the rules of prefix_cache.py for windows, counted in units.
 """
 
@@ -71,7 +71,7 @@ class Prompt(NamedTuple):
 
 
 class Cache(Protocol):
-    """A cache of prefixes with a budget."""
+    """A prefix cache with a budget."""
 
     @property
     def evicted(self) -> int:
@@ -82,7 +82,7 @@ class Cache(Protocol):
         ...
 
     def held_bytes(self) -> int:
-        """Returns how many bytes of keys and values are in the cache now."""
+        """Returns how many bytes of keys and values are currently in the cache."""
         ...
 
 
@@ -244,7 +244,7 @@ class Sliding:
         self.tree: PrefixTree[Tail] = PrefixTree(unit)
         self.evicted = 0
         self._slides, self._layers = layers
-        self._layer_bytes = unit * token_bytes // self._layers  # bytes of a unit in one layer
+        self._layer_bytes = unit * token_bytes // self._layers  # bytes per unit in one layer
         self._capacity = budget // self._layer_bytes
         self._kept, self._chunk = kept, chunk
         self._held = 0  # number of units that sliding layers hold
@@ -364,8 +364,8 @@ class Turns(Closable):
     """A `KVCache` on ``host``, with few bytes per token, so that any budget fits.
 
     Prompts are served one at a time: all of their tokens are admitted, and the trace's whole blocks
-    are recorded. (The id of a prompt's last, partial block does not tell how the block begins, so
-    it is unknown which later prompts continue it.) Evicted pages are unmapped in the background,
+    are recorded. (The id of a prompt's last, partial block does not say how the block begins, so it
+    is not known which later prompts continue it.) Evicted pages are unmapped in the background,
     before the next prompt starts. The object is a context manager.
 
     Args:
@@ -481,7 +481,7 @@ def common_tokens(prompts: Sequence[Prompt]) -> int:
 
 
 def bound(prompts: Sequence[Prompt]) -> int:
-    """Returns how many tokens an unlimited cache finds, in the trace's blocks of 512."""
+    """Returns how many tokens an unlimited cache would find, in the trace's blocks of 512."""
     seen: set[int] = set()
     hits = 0
     for length, ids in prompts:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench prefixes`: the prefix tree's hit rates and the time of a match.
+"""`vmem bench prefixes`: the prefix tree's hit rates and match times.
 
 - Part ``hits`` replays the Mooncake trace on the tree, with the units of several layouts, and on
   hashed 16-token blocks, with the same budgets in bytes. `prefix_replay` describes both.
-- Part ``turns`` replays the trace on a real cache, on ``host``, and counts the hits whose pages
-  were still mapped, so that the request started without a driver call.
+- Part ``turns`` replays the trace on a real cache on ``host``, and counts the hits whose pages were
+  still mapped, so that the request started without a driver call.
 - Part ``windows`` replays the trace on the tree of a model like Gemma 3, with five sliding layers
   per full layer, once with windows and once with all rows kept.
 - Part ``match`` matches a prompt of 100,000 tokens against 10,000 recorded prefixes. Half of them
@@ -154,7 +154,7 @@ def turns(
 def _hit_rate(
     part: Part, prompts: list[Any], cache: Any, label: str, what: str, unit: int, budget: int
 ) -> dict[str, Any]:
-    """Serves the prompts; adds a row with the cache's hit rate and returns it."""
+    """Serves the prompts, adds a row with the cache's hit rate, and returns the rate."""
     from vmem_bench.prefix_replay import hit_tokens
 
     gigabytes = f"{budget / 2**30:g}G"
@@ -205,7 +205,7 @@ def windows(part: Part, prompts: list[Any], budgets: list[int]) -> None:
 
 
 def match(part: Part, count: int, length: int, rounds: int) -> None:
-    """Adds the times of matching one long prompt, by the type of its ids."""
+    """Adds the times to match one long prompt, by the type of its ids."""
     import numpy as np
 
     from pyvmem.kvcache.prefix_tree import PrefixTree, TokenIds

@@ -99,8 +99,8 @@ class Outcome:
             case all iterations count.
         mean_batch: mean number of running requests.
         max_batch: largest number of running requests.
-        wasted_bytes: mean bytes per running request that are mapped but hold no token.
-        mapped_bytes: mean bytes mapped by all running requests together.
+        wasted_bytes: mean bytes per running request that are mapped but hold no tokens.
+        mapped_bytes: mean bytes mapped by all running requests combined.
         preemptions: number of times that a request returned to the queue, in the whole trace.
     """
 
@@ -132,7 +132,7 @@ def replay(requests: Sequence[Request], memory: Memory, token_bytes: int) -> Out
 
     Args:
         requests: the requests in order of admission.
-        memory: memory that holds no request yet.
+        memory: memory that holds no requests yet.
         token_bytes: size of a token's keys and values across all layers.
 
     Raises:

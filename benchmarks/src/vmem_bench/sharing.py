@@ -119,7 +119,7 @@ def _sampling(count: int, steps: int) -> Parents:
 
 
 def _searched(path: Path | None, width: int, prompts: int, steps: int) -> list[Parents]:
-    """Runs transformers' beam search; returns the parents of each prompt's beams.
+    """Runs transformers' beam search and returns the parents of each prompt's beams.
 
     Raises:
         ModelNotFound: the model is not found.
@@ -256,7 +256,7 @@ def run(args: argparse.Namespace) -> int:
                 break
             _count(part, "beam search", width, searched, compared)
             row = part.value(f"parents/{width}", "beams recorded", "all", len(searched), "prompts")
-            row["samples"] = searched  # written to raw/ only
+            row["samples"] = searched  # written only to raw/
             if args.out is not None:
                 record.write(args.out)
     record.seconds = time.monotonic() - start

@@ -137,7 +137,7 @@ class _Length:
             self.book.close()
             cache.check_integrity()
             by.check_integrity()
-            turns.clear()  # the turns hold tensors of the caches, which are closed next
+            turns.clear()  # they hold tensors of the caches, which are closed next
 
     def _turn(
         self,

@@ -2,7 +2,7 @@
 """A plug-in for vLLM and SGLang: random weights that make answers depend on keys and values.
 
 The dummy weights of both engines, including those of norms, are so small that attention is lost in
-rounding. With them, an engine that loses half of its keys and values gives the same answers.
+rounding. With them, an engine that loses half of its keys and values would give the same answers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def register_vllm() -> None:
 
 
 def draw(model: Any) -> None:
-    """Draws all of a model's weights at random, identically in every process."""
+    """Randomly initializes all of a model's weights, identically in every process."""
     import torch
 
     for number, (name, parameter) in enumerate(model.named_parameters()):

@@ -83,7 +83,7 @@ def _table(paper: str, results: Results) -> list[str]:
 
 
 def page(results: Results) -> str:
-    """Returns the text of the page of tables."""
+    """Returns the text of the tables page."""
     lines = [_HEAD]
     for paper in PAPERS:
         lines += ["", *_table(paper, results)]
@@ -96,7 +96,7 @@ def page(results: Results) -> str:
 
 
 def pictures_page(results: Results) -> str:
-    """Returns the text of the page of pictures."""
+    """Returns the text of the pictures page."""
     lines = [_PICTURES_HEAD]
     for picture, _ in available(results):
         lines += ["", f"![{picture.title}]({picture.name}.svg)"]

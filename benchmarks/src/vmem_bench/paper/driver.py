@@ -52,7 +52,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Check:
-    """A measured time of the stock driver that is not an input of the model."""
+    """A measured time of the stock driver that is not an input to the model."""
 
     what: str
     model: float
@@ -112,10 +112,10 @@ def checks(results: Results) -> list[Check]:
 
 
 def workloads(results: Results) -> list[Work]:
-    """Returns the counted work with the model's times.
+    """Returns the counted work with the model's time estimates.
 
     Raises:
-        NotMeasured: no counts were committed.
+        NotMeasured: no counts have been committed.
     """
     path = results.folder / _COUNTS
     if not path.exists():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Our number for each table and figure of the papers, as text.
+"""Our number for each table and figure in the papers, as text.
 
 The numbers are computed from committed results, or by arithmetic over a model's shape.
 """
@@ -64,12 +64,12 @@ def block_tokens(model: str, ranks: int, page: int) -> int:
 
 
 def waste(model: str, page: int) -> float:
-    """Returns the most memory in MB that a request can waste: one page per tensor, on one rank."""
+    """Returns the most memory that a request can waste, in MB: one page per tensor, on one rank."""
     return 2 * SHAPES[model].num_layers * page / 2**20
 
 
 def slot_tokens(memory: float, layers: int, hidden: int) -> float:
-    """Returns how many tokens of a float16 cache fit in `memory` bytes, without grouped heads.
+    """Returns how many tokens of a float16 cache fit in `memory` bytes, without grouped KV heads.
 
     hidden: the hidden size, which is also the size of a token's keys (or values) in one layer.
     """
@@ -82,7 +82,7 @@ def kv_bytes(_: Results) -> str:
 
 
 def blocks(_: Results) -> str:
-    """The range of tokens in a 64 KB page, over all models on one and two ranks."""
+    """The range of token counts per 64 KB page, over all models on one and two ranks."""
     found = [block_tokens(model, ranks, size("64K")) for model in MODELS for ranks in (1, 2)]
     return f"{min(found)} to {max(found)} tokens in a page of 64 KB"
 
@@ -208,7 +208,7 @@ def calls(results: Results) -> str:
 
 
 def bandwidth(results: Results) -> str:
-    """The allocation bandwidth by page size, page by page and in runs."""
+    """The allocation bandwidth by page size, mapping page by page and in runs."""
     one = results["h100"]
     single, batch = (
         " / ".join(

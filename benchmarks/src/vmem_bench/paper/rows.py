@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A row for each table and figure of the papers: the paper's number, ours, and why they differ.
+"""A row for each table and figure in the papers: the paper's number, ours, and why they differ.
 
 The papers' numbers come from their abstracts and from public texts that quote them (`SOURCES`);
 numbers shown only as a curve are left out. Our numbers are computed in our_numbers.py or marked as

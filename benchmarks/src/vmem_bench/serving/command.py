@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench serve`: requests served by arms that differ only in the cache.
+"""`vmem bench serve`: serves requests with arms that differ only in the cache.
 
 All arms share one process, model, kernel library and loop. Each has its own store of keys and
 values (`vmem_bench.serving.stores`), with the same amount of memory. The arms take turns, in an
@@ -44,7 +44,7 @@ __all__ = ["ARMS", "WORKLOADS", "Arm", "add_parser", "run"]
 
 _BOUND = 0.05  # relative to the largest logit: bfloat16 has 8 bits, and errors add up over layers
 _TILE = 191  # rows that FlashAttention-3's contiguous call may read past a request's end
-_BLOCK = 32  # a slot's rows per block for the paged call, which does not read past a request's end
+_BLOCK = 32  # rows per block in paged calls over slots, which do not read past a request's end
 _CONTENT = 512  # tokens per content id
 _CHAT = (1800, 744)  # mean number of tokens in OpenChat prompts and answers
 _TALKS = 4  # number of synthetic conversations that are interleaved
@@ -68,10 +68,10 @@ class Arm:
         what: description of the arm.
         kind: "slots", "paged", "static", or "vllm", which is an engine with its own loop.
         prefill, decode: how the attention kernel is called, "contiguous" or "paged".
-        page: page size of slots in bytes; 0 for the command's.
-        group: layers per tensor of slots; 0 for the command's.
+        page: page size of slots in bytes; 0 to use the command's.
+        group: layers per tensor of slots; 0 to use the command's.
         block: rows per block of the paged call; 0 if it is not used.
-        backend: back end of slots; "" for the command's.
+        backend: back end of slots; "" to use the command's.
         library: the attention library; see `Kernels`.
     """
 
@@ -200,7 +200,7 @@ class _Runner:
         limit_s: float = float("inf"),
         observer: Any = None,
     ) -> Outcome:
-        """Serves the arrivals with a new store; if 0, `slots` and `limit` are the command's."""
+        """Serves the arrivals with a new store; `slots` and `limit` default to the command's."""
         from vmem_bench.serving.loop import serve
         from vmem_bench.serving.ranks import Run
 
@@ -278,7 +278,7 @@ class _Runner:
             torch.cuda.empty_cache()
 
     def logits(self, name: str, requests: Sequence[Request]) -> dict[tuple[int, int], Any]:
-        """Serves `requests`; returns the logits, keyed by request and its number of rows."""
+        """Serves `requests` and returns the logits, keyed by request and number of rows."""
         found: dict[tuple[int, int], Any] = {}
 
         def keep(lives: Any, logits: Any) -> None:

@@ -2,7 +2,7 @@
 """The forward pass of a serving loop over any store, eager or as a CUDA graph.
 
 A step copies its inputs to the device once, then runs the model. Requests with few new tokens come
-first and share a call of the decoding kernel; prompts share a call of the prefill kernel. A step
+first and share a call to the decoding kernel; prompts share a call to the prefill kernel. A step
 that only decodes is replayed as a CUDA graph of the next larger size. The step is padded with its
 last request, whose row is then written several times with the same values.
 """
@@ -254,9 +254,9 @@ class Forward:
         prompts: bool = False,
         max_kv: int = 0,
     ) -> _Part:
-        """Creates the part of a step with the requests `works`.
+        """Creates the part of a step that handles the requests `works`.
 
-        first: index in the step of the first of these requests.
+        first: index within the step of the first of these requests.
         max_kv: upper bound on the rows of a request; 0 for the longest request's rows.
         """
         end = first + len(works)
@@ -351,7 +351,7 @@ class Forward:
             logits = forward()  # this run is the step itself and loads the kernels for the capture
             graph: Any = torch.cuda.CUDAGraph()
             torch.cuda.synchronize(self._device)
-            # Other threads may call the driver during the capture, as a cache's worker maps pages.
+            # Other threads may call the driver during the capture: a cache's worker maps pages.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 kept = forward()
             self._pool = graph.pool()
@@ -385,7 +385,7 @@ class Forward:
         self.store.settle()
 
     def close(self) -> None:
-        """Drops the CUDA graphs, which hold the store's tensors."""
+        """Drops the CUDA graphs, which keep the store's tensors alive."""
         self._graphs = None
 
 

@@ -4,10 +4,10 @@
 A step is planned and launched while the previous one runs. It contains every request that decodes,
 then chunks of prompts up to its token budget, in the order in which the requests joined. A request
 joins when its prompt fits in memory together with the prompts still being computed, and these
-prompts have fewer tokens left than the budget of two steps. If the store maps the request's memory
-in the background, the request takes part in a step only once its memory is mapped, or if the step
-would otherwise be empty. When memory is short, the request that joined last is preempted: it loses
-its rows and recomputes them.
+prompts have fewer tokens left than two steps' budget. If the store maps the request's memory in the
+background, the request takes part in a step only once its memory is mapped, or if the step would
+otherwise be empty. When memory is short, the request that joined last is preempted: it loses its
+rows and recomputes them.
 
 Tokens are predetermined, not sampled (sampled tokens are computed and dropped), so that all stores
 compute the same thing and their logits can be compared.
@@ -61,13 +61,13 @@ class Live:
 
     @property
     def known(self) -> int:
-        """The number of tokens so far, in the prompt and the answer together."""
+        """The number of tokens so far, in the prompt and the answer combined."""
         return self.prompt + self.emitted
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample: bytes mapped, held by requests and used by rows, and the number running."""
+    """A sample: bytes mapped, held by requests and used by rows, and how many requests run."""
 
     at: float
     mapped: int
@@ -179,7 +179,7 @@ class _Loop:
         return out
 
     def _plan(self) -> list[tuple[Live, int]]:
-        """Returns the requests of the next step and their numbers of new tokens, fewest first.
+        """Returns the next step's requests with their numbers of new tokens, fewest first.
 
         Maps memory for their rows, and preempts requests if memory is short.
         """
@@ -215,8 +215,8 @@ class _Loop:
     def _join(self) -> list[Live]:
         """Gives slots to waiting requests while they fit; returns the requests that joined.
 
-        Stops once the prompts that remain to be computed fill two steps, as memory for the second
-        step is mapped while the first runs.
+        Stops once the prompts that remain to be computed fill two steps, because memory for the
+        second step is mapped while the first runs.
         """
         joined: list[Live] = []
         while self.waiting and not self.short:

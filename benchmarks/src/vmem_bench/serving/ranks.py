@@ -4,7 +4,7 @@
 Rank 0 runs the loop. Before each forward pass it sends the other ranks the calls that it made on
 its store since the last pass, and the requests of this pass. The other ranks make the same calls on
 their stores, which must return the same results, and run the same pass. This takes one message per
-pass, over gloo. Another message is sent when the store starts to map memory for the next pass, so
+pass, over gloo. Another message is sent when the store starts mapping memory for the next pass, so
 that every rank maps while the current pass runs. Sums over the ranks inside a layer use the default
 process group.
 
@@ -229,7 +229,7 @@ def follow(group: Group, make: Callable[[Run], Forward], sweep: Callable[[], Non
     while (run := group.tell()) is not None:
         try:
             forward = group.make(partial(make, run))
-        except RuntimeError:  # rank 0 raises the same error, then goes on with its next run
+        except RuntimeError:  # rank 0 raises the same error, then continues with its next run
             sweep()
             continue
         with closing(forward):

@@ -30,9 +30,9 @@ VLLM = "vllm"  # an engine with its own loop, whose steps are not measured
 _FORMAT = "vmem-bench-serve/1"
 # The options that may differ between joined runs.
 _FREE = ("arms", "asked", "deadline", "rounds", "limit_s")
-# The limit in bytes up to which memory is short for the Azure trace and an 8B model.
+# With limits up to this many bytes, memory is short for the Azure trace and an 8B model.
 _BINDS = 20 << 30
-_NOISE = 0.05  # maximum by which the difference between identical arms relaxes a target
+_NOISE = 0.05  # the most that a difference between identical arms can relax a target
 _SERIES = 400  # maximum number of memory samples in a row's series
 
 

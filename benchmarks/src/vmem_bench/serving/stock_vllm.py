@@ -2,8 +2,8 @@
 """vLLM itself as an arm, with its own model, scheduler, sampler and graphs, without the plug-in.
 
 It compares the speed of `vmem bench serve`'s arms with an engine that is used in production. vLLM's
-weights have the same shapes but other random values, and its tokens are sampled, so only times are
-compared.
+weights have the same shapes but different random values, and its tokens are sampled, so only times
+are compared.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def serve(
     budget: int,
     longest: int,
 ) -> Outcome:
-    """Serves a workload in an engine that runs only for this workload.
+    """Serves a workload in an engine started just for it.
 
     Args:
         command: the run's command.

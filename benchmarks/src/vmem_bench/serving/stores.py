@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""KV stores of a serving loop: slots of a `KVCache`, paged blocks, static slots.
+"""KV stores for a serving loop: slots of a `KVCache`, paged blocks, static slots.
 
 A store holds tensors of rows and manages their memory. All stores have the same interface, so that
 the loop, the model and the kernels do not depend on the store. Calls are timed; their sum is the
@@ -26,9 +26,10 @@ from vmem_bench.decoder import Sizes
 
 __all__ = ["Held", "Paged", "SharedPaged", "Slots", "Static", "Store", "Table"]
 
-# With more tensors, pages past a prompt's end stay mapped, since each tensor needs separate calls.
+# With more tensors than this, pages past a prompt's end stay mapped, because unmapping them takes
+# separate calls for each tensor.
 _FEW_TENSORS = 16
-_RESERVE = 100  # 1 / _RESERVE of the pages is kept for running requests, like vLLM's watermark 0.01
+_RESERVE = 100  # keep 1 / _RESERVE of the pages for running requests, like vLLM's watermark of 1%
 
 Ints = NDArray[np.int32]
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
@@ -75,7 +76,7 @@ class Store(ABC):
     """Holds tensors of rows and manages their memory.
 
     Attributes:
-        slots: maximum number of requests at a time.
+        slots: maximum number of concurrent requests.
         longest: maximum number of tokens in a request.
         token_bytes: size of a token's keys and values across all layers.
         layers: keys and values ``[N, places, kv_heads, head_dim]``, to which rows are written.
@@ -103,7 +104,7 @@ class Store(ABC):
 
     @abstractmethod
     def release(self, slot: int, ids: Ints | None = None) -> None:
-        """Frees a slot, which launched work may still use.
+        """Frees a slot, which launched work may still be using.
 
         `ids`: the tokens of the slot's rows, so that a store that shares prefixes can keep the
         rows; None to keep none.
@@ -122,7 +123,7 @@ class Store(ABC):
         """Maps memory for these lengths. Returns False and changes nothing if memory is short."""
 
     def ahead(self, *asked: tuple[list[int], list[int]]) -> None:
-        """Starts to map the memory that the next `hold` of these slots will need.
+        """Starts mapping the memory that the next `hold` of these slots will need.
 
         Args:
             asked: groups of slots and their lengths; a group never waits for a later group.
@@ -134,7 +135,7 @@ class Store(ABC):
         return True
 
     def prompt_ends(self, slot: int, tokens: int) -> None:
-        """Called when a slot's whole prompt was launched; may free memory mapped past its end."""
+        """Called once a slot's whole prompt is launched; may free memory mapped past its end."""
         return  # this store does not map memory
 
     def readable(self, slot: int) -> int:
@@ -146,12 +147,12 @@ class Store(ABC):
         return slots, positions
 
     def upload(self) -> None:
-        """Copies the table entries of newly allocated blocks to the device before their use."""
+        """Copies the table entries of newly allocated blocks to the device before they are used."""
         return  # this store has no block table
 
     @abstractmethod
     def held(self) -> Held:
-        """Returns how much memory is mapped and held now."""
+        """Returns how much memory is currently mapped and held."""
 
     def driver(self) -> dict[str, float]:
         """Returns the number of driver calls since `settle`, and the nanoseconds spent in them."""

@@ -100,7 +100,7 @@ def _said(found: Found) -> str:
 
 
 def _check(turns: Turn) -> None:
-    """Checks that every elastic engine answers single requests like at least one stock engine.
+    """Checks that each elastic engine's answers to single requests match a stock engine's.
 
     Raises:
         WrongResult: an elastic engine's answers do not match those of any stock engine.
@@ -180,7 +180,7 @@ def _memory(part: Part, arm: str, found: Iterable[Found]) -> None:
 
 
 def _same(part: Part, arm: str, turns: Turn) -> None:
-    """Counts answers that match those of stock's first turn or the engine's earlier answers."""
+    """Counts answers that match those of stock's first turn or the engine's own earlier ones."""
     of = {"alone": "stock's first turn", "again": "before", "batch": "stock's first turn"}
     stock = [one["tokens"] for one in turns["stock"] if "tokens" in one]
     mine = [one for one in turns[arm] if "tokens" in one]

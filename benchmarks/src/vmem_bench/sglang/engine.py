@@ -2,9 +2,9 @@
 """An engine process of `vmem bench sglang`: ``python -m vmem_bench.sglang.engine PLAN``.
 
 PLAN is a JSON file, written by `turns`. The process imports SGLang, then waits for a line on
-standard input, which means that no other engine uses the device. After each step it appends a line
-with the result to the file that the plan names, so that the results of completed steps remain when
-the process is stopped at the deadline.
+standard input, which means that no other engine is using the device. After each step it appends a
+line with the result to the file that the plan names, so that the results of completed steps survive
+when the process is stopped at the deadline.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STEPS = ("start", "tokens", "rate", "memory", "first", "sleep")
 
 _NEW = 48  # tokens per answer that is compared
 _LOOK = 0.05  # seconds between memory samples under load
-_IDLE = 20.0  # seconds that SGLang may take to become idle
+_IDLE = 20.0  # seconds to wait for SGLang to become idle
 _EMPTY = 1.5  # seconds to wait for memory to be returned after a flush
 
 Ids = list[list[int]]
@@ -98,7 +98,7 @@ class _Engine:
         return answers
 
     def alone(self, ids: Ids) -> Ids:
-        """Returns greedy answers to single requests, which do not depend on the rest of a batch."""
+        """Returns greedy answers to requests sent one at a time, which batching cannot affect."""
         return [self.ask([one], _NEW)[0] for one in ids]
 
     def highest(self, ids: Ids, new: int) -> dict[str, int]:
@@ -187,7 +187,7 @@ def _measure(plan: dict[str, Any], add: Any) -> None:
 
 
 def _sleep(engine: _Engine, few: Ids) -> dict[str, Any]:
-    # The flush waits until the engine is idle; a busy engine would exit in the next call.
+    # The flush waits until the engine is idle; a busy engine would exit on the next call.
     flush(engine.sglang)
     start = time.perf_counter()
     engine.sglang.release_memory_occupation(tags=["kv_cache"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The ``share`` part of `vmem bench sglang`: vLLM and SGLang on one device, busy in turn.
+"""The ``share`` part of `vmem bench sglang`: alternating bursts for vLLM and SGLang on one device.
 
 Four engines run at the same time: elastic vLLM and SGLang, which share memory through one ledger,
 and stock vLLM and SGLang, each with half of that memory. A burst of requests needs most of the
@@ -32,7 +32,7 @@ __all__ = ["ARMS", "ENGINES", "METHOD", "Found", "bursts", "measure"]
 ARMS = ("static", "elastic")
 ENGINES = ("vllm", "sglang")
 
-_TOKENS = 98_304  # size of both engines' KV caches together, in tokens
+_TOKENS = 98_304  # combined size of both engines' KV caches, in tokens
 _MOST = 256  # maximum concurrent requests per engine
 _CALM = 4  # number of requests between two bursts
 
@@ -60,7 +60,7 @@ class _SGLangPlan(Plan):
 
 
 class _Mixed(Fleet):
-    """A fleet with engines of both vLLM and SGLang, which run the same model."""
+    """A fleet of vLLM and SGLang engines that run the same model."""
 
     def __enter__(self) -> _Mixed:
         super().__enter__()

@@ -75,7 +75,7 @@ def engine_options(
             "attention_backend": args.attention or "triton",
             "chunked_prefill_size": _PREFILL[-1],
             "cuda_graph_max_bs_decode": graphs,
-            # A quarter as many sizes as SGLang's, so that an engine starts half a minute faster.
+            # A quarter as many sizes as in SGLang, so that an engine starts half a minute faster.
             "cuda_graph_bs_prefill": sorted({*_PREFILL, min(args.prompt, _PREFILL[-1])}),
             "mem_fraction_static": 0.8,
             "base_gpu_id": args.device,

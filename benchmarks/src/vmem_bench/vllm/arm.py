@@ -235,7 +235,7 @@ def _script(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Inside:
-    """The seconds spent in the pool's functions, without the vLLM functions that they call."""
+    """The seconds spent in the pool's functions, excluding the vLLM functions that they call."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

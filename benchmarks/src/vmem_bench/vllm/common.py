@@ -36,7 +36,7 @@ ARMS = {"stock": "stock", "elastic": "elastic", "stock again": "stock"}
 MIB = 1 << 20
 GIB = 1 << 30
 REST = 8.0
-"""Seconds that an engine may take to return its memory."""
+"""Seconds to wait for an engine to return its memory."""
 
 
 class Book:
@@ -95,7 +95,7 @@ def open_fleet(command: Command, *, max_num_seqs: int = 0, **options: Any) -> Fl
 
 
 def plans_of(args: argparse.Namespace, memory: int) -> dict[str, Plan]:
-    """Returns a stock and an elastic plan and, with ``--beside``, a plan with its page size."""
+    """Returns a stock and an elastic plan and, with ``--beside``, a plan with that page size."""
     plans = {"stock": Plan(False, memory), "elastic": Plan(True, memory)}
     if args.beside:
         env = {"VMEM_PAGE_SIZE": str(args.beside)}

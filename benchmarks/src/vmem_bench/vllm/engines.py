@@ -380,7 +380,7 @@ class Fleet:
         """Checks that a ready engine runs the scheduler of its plan.
 
         Raises:
-            WrongResult: it runs another scheduler.
+            WrongResult: it runs a different scheduler.
         """
         scheduler = said["scheduler"]
         self.command.show(f"{name}: ready, scheduler {scheduler}")

@@ -5,7 +5,7 @@
 by then, and must map memory for the prompt. Engines take turns in alternating order, each after the
 same idle period; while one answers, the others are idle.
 
-``cost`` measures the time that an elastic engine's process spends in the pool's code in a decode
+``cost`` measures the time that an elastic engine's process spends in the pool's code per decode
 step, timed at the code's entry points. Comparing two engines' steps would not show this time,
 because steps vary by more than that from run to run.
 """
@@ -50,7 +50,7 @@ def _first(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan]
     fleet.start(plans)
     base, *others = plans
     found: dict[tuple[int, str], list[float]] = {}
-    for arm in plans:  # warm-up: the first request of a size includes one-time work in torch
+    for arm in plans:  # warm-up: the first request of each size includes one-time work in torch
         for tokens in prompts:
             fleet.order(arm, **one_prompt(tokens, fleet.vocabulary, 1).order())
     seed = 2

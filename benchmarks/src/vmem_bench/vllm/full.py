@@ -5,7 +5,7 @@ Two identical engines that run side by side differ by several percent in every r
 processes differ whether or not they use the pool. So each engine has the GPU to itself, serves a
 load that fills its KV cache, idles, serves the load again, and is stopped. Arms alternate (stock,
 elastic, elastic, stock), so that drift in the machine's speed affects both equally. At the start of
-either load, the elastic engine has almost nothing mapped. The first load of a process includes
+each load, the elastic engine has almost nothing mapped. The first load of a process includes
 one-time work in torch and the driver, so it has separate rows. A ratio is the mean over pairs of
 adjacent engines, with its confidence interval.
 """
@@ -32,7 +32,7 @@ __all__ = ["add_ratio", "compare", "filling", "interval", "measure", "there_and_
 _FILLED = 0.96  # fraction of the KV cache in use at the end of the load
 _ENDING = 8.0  # seconds allowed for stopping an engine
 _REST = 3.0  # seconds between the loads, in which an elastic engine frees its memory
-# Student's t for 95 % confidence, for 1, 2, ... degrees of freedom.
+# Student's t for 95% confidence, for 1, 2, ... degrees of freedom.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
@@ -92,7 +92,7 @@ def there_and_back(arms: Sequence[str], each: int) -> Iterator[str]:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the mean of the values, and half the width of its 95 % confidence interval.
+    """Returns the mean of the values, and half the width of its 95% confidence interval.
 
     The width is infinite if there is only one value.
     """

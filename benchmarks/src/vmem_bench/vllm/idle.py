@@ -23,7 +23,7 @@ def measure(command: Command, part: Part) -> None:
         cap = (8 if quick else 1000) * fleet.block_bytes
         memory = kv_memory(command, 16 * GIB)
         env = {"VMEM_PREFIX": str(cap)}
-        if command.backend == "host":  # the ledger cannot query the device's size there
+        if command.backend == "host":  # where the ledger cannot query the device's size
             env["VMEM_CAPACITY"] = str(memory)
         count = min(args.requests, 12) if quick else args.requests
         load = idle_footprint(count, fleet.vocabulary, 96, 0.1 if quick else 1.0)
@@ -112,7 +112,7 @@ def _need_of_another(fleet: Fleet, capacity: int) -> dict[str, tuple[str, float,
     )
     try:
         free = fleet.free()
-        # Without a GPU, request all memory except the null block's. With a GPU, leave 512 MiB to
+        # Without a GPU, request all memory except the null block's. With a GPU, leave 512 MiB for
         # torch in this process.
         have = fleet.used("elastic")
         need = capacity - MIB // 4 if free is None else free + have - 512 * MIB

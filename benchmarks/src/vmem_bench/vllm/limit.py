@@ -19,7 +19,7 @@ __all__ = ["measure"]
 
 
 def measure(command: Command, part: Part) -> None:
-    """Lowers a limit on every device below the memory that requests hold, while they run."""
+    """While requests run, lowers a limit on every device below the memory that they hold."""
     args = command.args
     found: dict[str, Any] = {}
     waited: dict[str, float] = {}  # seconds until each device's memory was within the limit

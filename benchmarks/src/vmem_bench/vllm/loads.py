@@ -80,7 +80,7 @@ class Heard:
     Attributes:
         answers: token ids of each request's answer.
         first: seconds from each request's due time to its first token.
-        gaps: seconds between successive tokens, for all requests together.
+        gaps: seconds between successive tokens, across all requests.
         rate: new tokens per second, from the first request's due time to the last token.
         seconds: seconds from the start to the last token.
     """
@@ -108,7 +108,7 @@ class Heard:
 
 
 def arrivals(trace: Path | None, count: int, longest: int) -> list[Arrival]:
-    """Returns the first `count` requests that fit from a trace, or Azure-like synthetic ones.
+    """Returns the first `count` trace requests that fit `longest`, or Azure-like synthetic ones.
 
     On average, one request arrives per second.
 
@@ -138,14 +138,14 @@ def tiny(count: int) -> list[Arrival]:
 
 
 def at_rate(found: Sequence[Arrival], rate: float) -> list[Arrival]:
-    """Returns the same requests at `rate` per second on average; 0 puts all at the start."""
+    """Returns the same requests at `rate` per second on average; 0 puts them all at the start."""
     begin, end = found[0].at, found[-1].at
     each = (end - begin) / max(1, len(found) - 1) * rate
     return [_moved(one, (one.at - begin) / each if each > 0 else 0.0) for one in found]
 
 
 def _moved(one: Arrival, at: float) -> Arrival:
-    """Returns the same request with another arrival time."""
+    """Returns the same request with a different arrival time."""
     return one._replace(at=round(at, 6))
 
 

@@ -10,8 +10,8 @@ and their answers must be identical, separately for computed and for loaded prom
 any engine may answer a prompt differently when it is loaded, since its last tokens are then
 computed in a smaller batch.)
 
-Afterwards, requests decode while no other prompts arrive, while prompts arrive that are loaded from
-host memory, and while prompts arrive that are computed.
+Afterwards, requests decode three times: with no other prompts arriving, with prompts arriving that
+are loaded from host memory, and with prompts arriving that must be computed.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def series(seen: list[list[float]]) -> dict[str, Any]:
 
 
 def _rows(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the rows to draw by name.
+    """Returns the rows to draw, by name.
 
     Raises:
         ValueError: the document has no memory series.

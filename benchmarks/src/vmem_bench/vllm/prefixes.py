@@ -38,7 +38,7 @@ class _Turns(NamedTuple):
 
     Attributes:
         tokens: number of tokens in a prompt, without its tail.
-        tail: number of tokens in the tail, which is different in every request.
+        tail: number of tokens in the tail, which differs between requests.
         output: number of tokens that a request generates.
         rate: requests per second.
         pause: seconds between turns.

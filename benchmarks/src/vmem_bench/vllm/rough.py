@@ -14,7 +14,7 @@ __all__ = ["measure"]
 
 
 def measure(command: Command, part: Part) -> None:
-    """Runs the same random scripts on all arms; stock arms run only the first ones."""
+    """Runs the same random scripts on all arms; stock arms run only the first few."""
     args, quick = command.args, command.quick
     memory = kv_memory(command, 8 * GIB)
     piece = 24 if quick else 500

@@ -67,7 +67,7 @@ def measure(command: Command, part: Part) -> None:
         def down(name: str, kind: str) -> None:
             there = seen(name)
             one = {"sleep": fleet.order(name, sleep=1)["seconds"]}
-            # Pages are unmapped in the background, and other processes cannot use them until then.
+            # Pages are unmapped in the background; until then, other processes cannot use them.
             began, last = time.monotonic(), there
             while time.monotonic() - began < 1.0:
                 if seen(name) != last:
