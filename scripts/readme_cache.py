@@ -95,7 +95,7 @@ def part_deferred(_: list[Result]) -> list[str]:
             if row is None:
                 continue
             of_that = number(step["median"] / 1000) if step else ""
-            spread = f"{100 * row['spread']:.1f} %"
+            spread = f"{100 * row['spread']:.1f}%"
             body.append([words, number(row["median"], 4), of_that, spread, over(row, base)])
         lines += [
             f"Prefill of {run['options']['tokens']:,} tokens, Llama-3-8B's shape, medians of "
@@ -295,7 +295,7 @@ def part_models(_: list[Result]) -> list[str]:
                 memory, peak = (found[f"{kind}/{what}/{way}"] for what in ("memory", "peak"))
                 off = found.get(f"{kind}/difference/{way}")
                 sizes = [f"{row['value'] / 1e9:.2f}" for row in (memory, peak)]
-                differs = f"{100 * off['value']:.1f} %" if off else ""
+                differs = f"{100 * off['value']:.1f}%" if off else ""
                 cells = [number(row["median"]) for row in times if row]
                 body.append([words, name, *cells, *sizes, differs])
                 words = ""

@@ -401,7 +401,7 @@ def full_table(run: Result) -> Iterator[str]:
     yield (
         f"A full GPU: {run['options']['requests']} requests fill "
         f"{found['memory']['value'] / _GB:.1f} GB of keys and values; engines run one at a time, "
-        f"{engines} of each kind in alternating order; ± is the 95 % confidence interval; "
+        f"{engines} of each kind in alternating order; ± is the 95% confidence interval; "
         f"{heading(run)}"
     )
     yield ""
@@ -423,7 +423,7 @@ def first_table(run: Result) -> Iterator[str]:
     each = found[f"{sizes[0]}/{arms[0]}"]["n"]
     yield (
         f"Time to first token of an idle engine in ms; {each} requests to each engine in "
-        f"alternating order; ± is the 95 % confidence interval; {heading(run)}"
+        f"alternating order; ± is the 95% confidence interval; {heading(run)}"
     )
     yield ""
     yield from table(["prompt tokens", *arms, f"{arms[-1]} relative to {arms[0]}"], body)
@@ -461,7 +461,7 @@ def offload_table(run: Result) -> Iterator[str]:
     yield (
         "Time to first token (ms) of prompts that are computed and, after an idle period, loaded "
         f"from host memory; {each} prompts per length and engine, in alternating order; ± is the "
-        f"95 % confidence interval; for {alike['value']} of {alike['of']} prompts all engines gave "
+        f"95% confidence interval; for {alike['value']} of {alike['of']} prompts all engines gave "
         f"the same answer, whether computed or loaded; {heading(run)}"
     )
     yield ""

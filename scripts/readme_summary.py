@@ -166,7 +166,7 @@ def headline() -> list[str]:
     full = full_runs()
     if not (found and peak and full):
         return [NOT_MEASURED]
-    kept = spread([row["value"] for _, row in full], ".1%").replace("%", " %")
+    kept = spread([row["value"] for _, row in full], ".1%")
     engines = max(run["options"]["engines"] for run in shared)
     page = "benchmarks/vllm/README.md"
     given_back = f"{peak / 1e9:.1f} GB → {rest / 2**20:.0f} MiB"

@@ -326,14 +326,14 @@ def part_prefixes(_: list[Result]) -> list[str]:
     budgets = list(dict.fromkeys(row["id"].rpartition("/")[2] for row in hits))
     systems = {row["id"].rpartition("/")[0]: row["what"].rpartition(", ")[0] for row in hits}
     body = [
-        [what, *(f"{number(found[f'{system}/{budget}']['value'])} %" for budget in budgets)]
+        [what, *(f"{number(found[f'{system}/{budget}']['value'])}%" for budget in budgets)]
         for system, what in systems.items()
     ]
     bound = found["hits/bound"]["value"]
     return [
         f"Prompt tokens found in the cache, {run['options']['trace'] or 'synthetic'}, keys and "
         f"values of {run['options']['model']} ([raw]({run['file']})); "
-        f"{number(bound)} % with unlimited memory:",
+        f"{number(bound)}% with unlimited memory:",
         "",
         *table(["", *(budget.replace("G", " GB") for budget in budgets)], body),
     ]
@@ -377,7 +377,7 @@ def part_turns(_: list[Result]) -> list[str]:
         ("tokens", "hit tokens"),
     ):
         cells = [found[f"turns/{kind}/{budget}"] for budget in budgets]
-        shown = [f"{number(cell['value'])} % of {cell['of']:,}" for cell in cells]
+        shown = [f"{number(cell['value'])}% of {cell['of']:,}" for cell in cells]
         body.append([what, *shown])
     note = run["parts"]["turns"]["notes"][0]
     return [
@@ -395,7 +395,7 @@ def part_windows(_: list[Result]) -> list[str]:
     found = rows(run)
     budgets = list(dict.fromkeys(name.rpartition("/")[2] for name in found))
     body = [
-        [what, *(f"{number(found[f'windows/{kind}/{budget}']['value'])} %" for budget in budgets)]
+        [what, *(f"{number(found[f'windows/{kind}/{budget}']['value'])}%" for budget in budgets)]
         for kind, what in (("full", "all rows kept"), ("windows", "windows"))
     ]
     note = run["parts"]["windows"]["notes"][0]

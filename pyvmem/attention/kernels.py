@@ -10,7 +10,7 @@ blocks, and SDPA over a view of the valid rows read only valid rows.
 
 "auto" chooses a kernel for each phase. For decoding it picks a kernel that reads only valid rows:
 the paged call over the trivial block table of a contiguous slot is at least as fast as the
-contiguous call. For a prefill it picks the contiguous call, which is 6 to 25 % faster, if the cache
+contiguous call. For a prefill it picks the contiguous call, which is 6 to 25% faster, if the cache
 maps every row that this call may read.
 """
 

@@ -315,7 +315,7 @@ static void without_new_memory(void) {
   OK(vmem_close(vm));
 }
 
-/* A KV cache's pattern: tensors grow in runs of 8 pages, then 90 % of the pages are freed at random. */
+/* A KV cache's pattern: tensors grow in runs of 8 pages, then 90% of the pages are freed at random. */
 static void a_fragmented_cache(void) {
   enum { TENSORS = 12, BLOCKS = 200, RUN = 8 };
   static bool live[TENSORS * BLOCKS];

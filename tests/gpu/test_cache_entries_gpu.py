@@ -152,7 +152,7 @@ def test_an_ordinary_serving_pattern(together: int, monkeypatch: pytest.MonkeyPa
         last = engine.shares[len(engine.shares) // 2 :]
         print(
             f"{together} layers in a tensor: entries of 2 MiB map "
-            f"{100 * sum(last) / len(last):.0f} % of the memory; {now.map_calls} map calls, "
+            f"{100 * sum(last) / len(last):.0f}% of the memory; {now.map_calls} map calls, "
             f"{now.splits} splits, {now.joins} joins, {engine.counts}"
         )
         assert {"prefill", "free", "truncate", "fork", "short"} <= set(engine.counts)

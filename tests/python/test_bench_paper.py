@@ -120,8 +120,8 @@ def test_rows_of_serving_runs_match_the_runs(tmp_path: Path) -> None:
     # From the chat workload:
     assert f"64 KB relative to 2 MB in 20 GB: batch 0.50x, {ratios}" in found
     assert f"20 GB: batch 0.50x, batch while others wait 1.00x, {ratios}" in found
-    assert "-100 % of the pool is not mapped" in found
-    assert "share of held memory that rows use 25 %, static 100 %" in found
+    assert "-100% of the pool is not mapped" in found
+    assert "share of held memory that rows use 25%, static 100%" in found
 
 
 def test_the_time_model_follows_its_inputs_and_states_its_error() -> None:

@@ -845,7 +845,7 @@ def test_runs_are_merged_by_their_reference(tmp_path: Path, capsys: Any) -> None
     assert aims["tokens_2M"]["value"] == 2.0
     assert aims["tokens_2M"]["pass"]
     assert aims["tokens_paged16"]["value"] == pytest.approx((50 / 40 + 1) / 2)
-    # identical arms differ by 10 %, so the target is lowered by 5 %
+    # identical arms differ by 10%, so the target is lowered by 5%
     assert aims["tokens_paged16"]["aim"] == 0.95
     assert "what contiguous is" in aims["tokens_paged16"]["what"]
     assert aims["batch_2M"]["why"] == "2M has 0"

@@ -57,7 +57,7 @@ _METHOD = {
     "gpu": "events around the forward pass",
     "turns": "the modes take turns, in rotating order; after a round of warm-up, the first round "
     "is discarded. 'pages' takes its turns after the others: it leaves the GPU without work for "
-    "half a second, so that the next mode would run on a cooler GPU, 4 % faster",
+    "half a second, so that the next mode would run on a cooler GPU, 4% faster",
 }
 
 

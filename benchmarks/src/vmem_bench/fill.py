@@ -255,7 +255,7 @@ def _measure(command: Command, part: Part) -> None:
                 continue
             last = found[way][-1]
             command.show(
-                f"{way}: {last.numbers['filled']:.1f} % in {last.numbers['mappings']:,} mappings, "
+                f"{way}: {last.numbers['filled']:.1f}% in {last.numbers['mappings']:,} mappings, "
                 f"{len(last.steps)} steps, ended by {last.end[:60]}"
             )
     for way in ways:

@@ -249,7 +249,7 @@ class Footprint:
                 raise WrongResult(f"a cache of {nbytes} bytes could not map memory for its rows")
             stats = cache.context.stats()
             share = 100 * (stats.large_entries << 21) / max(1, stats.mapped_bytes)
-            note = f"{_name(nbytes)}: entries of 2 MB map {share:.1f} % of the cache's memory"
+            note = f"{_name(nbytes)}: entries of 2 MB map {share:.1f}% of the cache's memory"
             if note not in self.part.notes:
                 self.part.notes.append(note)
             try:

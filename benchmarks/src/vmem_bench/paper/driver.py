@@ -168,7 +168,7 @@ def section(results: Results) -> list[str]:
         "| | model: µs | measured: µs | error |",
         "| --- | ---: | ---: | ---: |",
         *(
-            f"| {one.what} | {one.model:,.1f} | {one.measured:,.1f} | {100 * one.error:+.0f} % |"
+            f"| {one.what} | {one.model:,.1f} | {one.measured:,.1f} | {100 * one.error:+.0f}% |"
             for one in tested
         ),
     ]

@@ -269,7 +269,7 @@ def used(results: Results) -> str:
     ):
         row = results["capacity"].row(f"azure_2023_conv/Llama-3-8B/{name}")
         wasted = row["wasted_bytes"] * row["value"]
-        parts.append(f"{words} {100 * (1 - wasted / row['mapped_bytes']):.1f} %")
+        parts.append(f"{words} {100 * (1 - wasted / row['mapped_bytes']):.1f}%")
     return "share of held memory that rows use, Azure's trace: " + ", ".join(parts)
 
 
@@ -299,7 +299,7 @@ def hits(results: Results) -> str:
     """The fraction of prompt tokens that the prefix cache finds."""
     one = results["prefixes"]
     bound, found = one.value("hits/bound"), one.value("hits/tree/g1/64K/200G")
-    return f"{found:.1f} % of prompt tokens found with 200 GB, {bound:.1f} % without a limit"
+    return f"{found:.1f}% of prompt tokens found with 200 GB, {bound:.1f}% without a limit"
 
 
 # ---- serving -------------------------------------------------------------------------------------
@@ -335,7 +335,7 @@ def static(results: Results) -> str:
     mine = one.value(f"{part}/used/{first}") / one.value(f"{part}/held/{first}")
     return (
         f"batch {batches[0]:.0f}, static {batches[1]:.0f}; tokens/s {speed:.1f}x; share of held "
-        f"memory that rows use {100 * mine:.0f} %, static {100 * held:.0f} %"
+        f"memory that rows use {100 * mine:.0f}%, static {100 * held:.0f}%"
     )
 
 
@@ -343,7 +343,7 @@ def freed(results: Results, file: str = "serve-azure-online-h200") -> str:
     """The mean fraction of the pool that stays unmapped."""
     one, part = results[file], "azure"
     mapped, pool = (one.value(f"{part}/mapped/{name}") for name in ("contiguous", "paged16"))
-    return f"{100 * (1 - mapped / pool):.0f} % of the pool is not mapped, on average"
+    return f"{100 * (1 - mapped / pool):.0f}% of the pool is not mapped, on average"
 
 
 def shared(results: Results) -> str:
@@ -392,7 +392,7 @@ def forks(results: Results) -> str:
             texts = []
             for way in ("sampling", "beams"):
                 found = [one.value(f"{way}/{load}/OPT-13B/{width}/{system}") for width in (2, 4, 6)]
-                texts.append(f"{min(found):.1f} to {max(found):.1f} %")
+                texts.append(f"{min(found):.1f} to {max(found):.1f}%")
             parts.append(f"{name}, {words} {', '.join(texts)}")
     return "; ".join(parts)
 

@@ -38,7 +38,7 @@ ARMS = ("stock", "elastic")
 
 _METHOD = {
     "engines": "one at a time, each in a new process; turns: stock, elastic, elastic, stock; "
-    "random weights, greedy; half_width: half a 95 % confidence interval, over turns for a ratio, "
+    "random weights, greedy; half_width: half a 95% confidence interval, over turns for a ratio, "
     "otherwise over rounds",
     "same": "answers identical to those of stock's first turn, one request at a time (alone) or "
     "all together (batch); to the same engine's earlier answers, with cached prefixes (again) or "

@@ -46,7 +46,7 @@ METHOD = {
     "order": "the arms take turns, in alternating order; both get the same requests, which differ "
     "from round to round",
     "first": "from a request's due time to its first token; p50 and p99 of a round's requests; "
-    "the row is the median of the rounds, half_width: half a 95 % confidence interval",
+    "the row is the median of the rounds, half_width: half a 95% confidence interval",
     "rate": "new tokens per second, from the first request to the last token",
     "most": "peak memory by the ledger, sampled every 50 ms",
     "rest": "memory by the ledger after the last round, with and without prefixes (for a stock "
