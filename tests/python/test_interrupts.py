@@ -99,7 +99,7 @@ def _named_slot(
 ) -> Steps:
     """Interrupts a call that takes a slot chosen by the caller.
 
-    If the interrupted call took the slot, the caller can thus free it.
+    The caller can therefore free the slot if the interrupted call took it.
     """
     yield call
     if cache.slots.is_taken(reqid):
@@ -274,7 +274,7 @@ def _truncating(engine: Engine, cache: Any, reqid: int, length: int) -> Steps:
 
 
 def _truncatable(engine: Engine) -> tuple[KVCache, int]:
-    """Starts a request whose first pages are recorded and shared with a fork."""
+    """Starts a request whose first pages are recorded as a prefix and shared with a fork."""
     cache, reqid = _forkable(engine, 3 * ROWS + 3)
     engine.fork(cache, reqid)
     cache.record(reqid, list(range(3 * ROWS)))
@@ -282,7 +282,7 @@ def _truncatable(engine: Engine) -> tuple[KVCache, int]:
 
 
 def truncate_short(engine: Engine) -> Steps:
-    """Memory is too short to copy a shared page."""
+    """Memory is short, so a shared page cannot be copied."""
     cache = engine.cache(pages=4)
     reqid = engine.start(cache, 2 * ROWS)
     cache.record(reqid, list(range(2 * ROWS)))
@@ -641,7 +641,7 @@ def record_fills_in_a_window(engine: Engine) -> Steps:
 
 
 def _window_recorded(engine: Engine, **changes: Any) -> Recorded:
-    """Like `_recorded`, for a request that has only its window."""
+    """Like `_recorded`, but for a request of which only the window is still mapped."""
     return _record_last(engine, *_windowed(engine, 5 * ROWS + 3, **changes), _settled)
 
 
@@ -689,7 +689,7 @@ def _swapping_out(engine: Engine, cache: Any, reqid: int) -> Steps:
 
 
 def swap_out_with_a_window(engine: Engine) -> Steps:
-    """Swaps out while pages leave the window."""
+    """Swaps a request out while pages are leaving its window."""
     cache, reqid = _windowed(engine, 5 * ROWS)
     engine.grow(cache, reqid, 6 * ROWS)
     return _swapping_out(engine, cache, reqid)
@@ -1199,7 +1199,7 @@ def resource_close(engine: Engine) -> Steps:
 
 
 def _two(engine: Engine, pages: int, **changes: Any) -> tuple[KVCache, KVCache]:
-    """Creates two caches over one budget of `pages` pages per tensor."""
+    """Creates two caches that share a budget of `pages` pages per tensor."""
     budget = Budget(engine.context, pages * TENSORS * engine.page)
     return (
         engine.cache(budget, pages, memory_limit=0),
@@ -1208,7 +1208,7 @@ def _two(engine: Engine, pages: int, **changes: Any) -> tuple[KVCache, KVCache]:
 
 
 def _beside_pages(engine: Engine) -> tuple[KVCache, int]:
-    """Starts a request in each of two caches over a budget of four pages."""
+    """Starts a request in each of two caches that share a budget of four pages."""
     one, other = _two(engine, 4)
     engine.start(other, 2 * ROWS)
     return one, engine.start(one, 3)
@@ -2072,7 +2072,7 @@ def test_an_exception_on_entry_releases_the_lock() -> None:
 
 
 def test_an_interrupted_rollback_is_resumed() -> None:
-    """An interrupted rollback resumes in the next call, even if that call has nothing to undo."""
+    """The next call resumes an interrupted rollback, even if it has nothing of its own to undo."""
 
     class Made:
         given = 0

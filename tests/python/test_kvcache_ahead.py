@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tests `ahead_tokens`: a step starts to map the pages that the next steps will need."""
+"""Tests `ahead_tokens`: a step starts mapping the pages that the next steps will need."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Tests how a KVCache reuses pages between requests, and when it waits for GPU work.
 
-On every back end, an FdEvent stands for GPU work: no page that the work may access changes before
+On every back end, an FdEvent stands in for GPU work: no page that the work may access changes until
 the event fires.
 """
 

@@ -2,7 +2,7 @@
 """Checks that requests grow in runs, so that memory fills up before mappings run out.
 
 The context on ``host`` rejects mappings beyond `max_mappings`, as ``stock`` always does. The
-proportions are those of GPUs with 80 and 141 GB: one pair of tensors stands for 32.
+proportions are those of GPUs with 80 and 141 GB: one pair of tensors stands in for 32.
 """
 
 from __future__ import annotations

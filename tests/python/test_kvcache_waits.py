@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Checks that a cache's calls do not wait for GPU work on pages that they do not need.
 
-An `FdEvent` stands for a kernel of an earlier owner that never completes: a call that waited for it
+An `FdEvent` stands in for an earlier owner's kernel that never completes: a call that waited for it
 would not return.
 """
 

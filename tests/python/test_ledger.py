@@ -211,7 +211,7 @@ def held(folder: Path) -> Iterator[subprocess.Popen[str]]:
 def test_a_suspended_lock_holder_stops_no_other_engine(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing is granted while the process is suspended; memory freed counts when it resumes."""
+    """Nothing is granted while the process is suspended; freed memory counts once it resumes."""
     mine = join(folder, "mine")
     assert mine.take(4 * GIB)
     with held(folder) as holder:

@@ -17,7 +17,7 @@ TENSORS = 2 * LAYERS
 
 @pytest.fixture(autouse=True)
 def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forgets which warnings were already logged."""
+    """Forgets which warnings have already been logged."""
     monkeypatch.setattr(logs, "_last", {})
 
 

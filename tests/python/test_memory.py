@@ -87,7 +87,7 @@ def test_admission_agrees_with_step(backend: str) -> None:
 
 
 def test_defaults(backend: str) -> None:
-    """Memory in the pool counts as available: it is already allocated from the device."""
+    """Memory in the pool counts as available, because it is already allocated from the device."""
     with open_context(backend, mem_limit=64 * MIB) as context:
         context.warm(32 * MIB)
         assert available_bytes(context) >= 32 * MIB

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Checks that the extension matches the header, is complete, exports no symbol that it need not,
-and is kept separate from a second libvmem.
+"""Checks that the extension matches the header, is complete, exports only the symbols that it has
+to, and is separate from a second libvmem.
 """
 
 from __future__ import annotations

@@ -536,7 +536,7 @@ def reset(cache: ParallelKVCache) -> None:
 def test_an_interrupted_call_is_complete_or_undone_or_fails_the_rank(
     cache: ParallelKVCache, call: Callable[[ParallelKVCache], Any]
 ) -> None:
-    """Unless the rank has failed, its state is that before the call or that after it."""
+    """Unless the rank has failed, its state is the one from before the call or from after it."""
     reset(cache)
     before = state_of(cache)
     call(cache)

@@ -149,7 +149,7 @@ def test_a_server_ends_with_its_memory(folder: Path) -> None:
 
 
 def test_a_closed_server_answers_no_client(folder: Path) -> None:
-    """Its threads must not survive, or an exiting process would kill them in mid-call."""
+    """Its threads must not survive, or an exiting process would kill them mid-call."""
     one = memory()
     server = Server(new_address(Settings(ledger=str(folder))), one)
     rank = SocketRank(server.address)
