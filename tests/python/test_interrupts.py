@@ -3,13 +3,13 @@
 
 A signal handler may raise anywhere (Ctrl-C, a server's timeout). Each scenario below prepares a
 cache and yields a call; the call is interrupted at one point (interrupts_helpers.py defines them),
-or a second time while the first exception is handled. Afterwards the exception must have
+and sometimes again while the first exception is being handled. Afterwards, the exception must have
 reached the caller, the records must be consistent and all rows intact, the call can be repeated,
 ordinary work continues, and `close` releases everything.
 
-By default, a sample of the points is tested. ``--points=all`` or VMEM_INTERRUPT_POINTS=all, which
-`make test-long` uses, tests all points, some of them followed by a second one. ``--points=N`` tests
-N points of each scenario:
+By default, only a sample of the points is tested. ``--points=all`` or VMEM_INTERRUPT_POINTS=all,
+which `make test-long` uses, tests every point, some of them followed by a second one.
+``--points=N`` tests N points of each scenario:
 
     pytest tests/python/test_interrupts.py -k fork --points=all
 """
@@ -71,14 +71,14 @@ from pyvmem.kvcache.journal import Journal
 
 SAMPLE = 36  # points per scenario in `make test`
 PAIRS = 8  # number of these points that are followed by a second one
-FEW = 4  # points per slow scenario, whose rows take 80 ms per run
+FEW = 4  # points per slow scenario, which spends 80 ms per run on its rows
 MORE_PAIRS = 100  # used instead of `PAIRS` with ``--points``
 TENSORS = 2 * LAYERS
 UNIT = 16  # rows that fill whole pages in every group of a layered cache
 
 
 def _gives(value: Any, function: Callable[..., Any], *args: Any) -> Call:
-    """Returns a call that asserts that the function returns `value`."""
+    """Returns a callable that asserts that the function returns `value`."""
 
     def call() -> None:
         assert function(*args) == value
@@ -97,9 +97,9 @@ def _allocating(engine: Engine, cache: Any) -> Steps:
 def _named_slot(
     engine: Engine, cache: Any, reqid: int, call: Callable[[], Any], rows: list[int]
 ) -> Steps:
-    """Interrupts a call that takes a slot of the caller's choice.
+    """Interrupts a call that takes a slot chosen by the caller.
 
-    The caller can therefore free a slot that the interrupted call has taken.
+    The caller can therefore free the slot if the interrupted call took it.
     """
     yield call
     if cache.slots.is_taken(reqid):
@@ -173,7 +173,7 @@ def _reclaiming(engine: Engine, *, recorded: bool = False) -> tuple[KVCache, int
 def _short(
     engine: Engine, cache: Any, reqid: int, rows: int, fitting: int, name: str = "step"
 ) -> Steps:
-    """Interrupts a step that fails because memory is short; a step with fewer rows fits."""
+    """Interrupts a step that fails because memory is short; a step with fewer rows succeeds."""
     want, step = lens(cache, {reqid: rows}), getattr(cache, name)
 
     yield from again(_gives(-1, step, want))
@@ -201,7 +201,7 @@ def step_slides_moved_pages(engine: Engine) -> Steps:
 
 
 def step_without_some(engine: Engine) -> Steps:
-    """Requests that the step does not include keep their rows."""
+    """Requests left out of the step keep their rows."""
     cache = engine.cache()
     engine.start(cache, 2 * ROWS)
     more = {engine.start(cache, 3): 3 * ROWS}
@@ -274,7 +274,7 @@ def _truncating(engine: Engine, cache: Any, reqid: int, length: int) -> Steps:
 
 
 def _truncatable(engine: Engine) -> tuple[KVCache, int]:
-    """Starts a request whose first pages are recorded and shared with a fork."""
+    """Starts a request whose first pages are recorded as a prefix and shared with a fork."""
     cache, reqid = _forkable(engine, 3 * ROWS + 3)
     engine.fork(cache, reqid)
     cache.record(reqid, list(range(3 * ROWS)))
@@ -282,7 +282,7 @@ def _truncatable(engine: Engine) -> tuple[KVCache, int]:
 
 
 def truncate_short(engine: Engine) -> Steps:
-    """There is not enough memory to copy a shared page."""
+    """Memory is short, so a shared page cannot be copied."""
     cache = engine.cache(pages=4)
     reqid = engine.start(cache, 2 * ROWS)
     cache.record(reqid, list(range(2 * ROWS)))
@@ -364,7 +364,7 @@ def _slid(engine: Engine, cache: Any, rows: int) -> int:
 
 
 def step_slides_a_forked_window(engine: Engine) -> Steps:
-    """The pages that leave one request's window are still in another's."""
+    """Pages that leave one request's window are still in another request's window."""
     cache, parent = _windowed(engine, 5 * ROWS + 3)
     child = engine.fork(cache, parent)
     engine.grow(cache, child, 7 * ROWS)
@@ -425,8 +425,8 @@ def match_is_released(engine: Engine) -> Steps:
 
 
 def _telling(engine: Engine, tell: Callable[[KVCache], Callable[[], list[Any]]]) -> Steps:
-    """Checks that an event is delivered once: by the call, or by the next call if the result was
-    lost.
+    """Checks that an event is delivered exactly once: by the call, or by the next call if the
+    result was lost.
     """
     cache, reqid = _forkable(engine, 2 * ROWS)
     told, poll = [], tell(cache)
@@ -442,7 +442,7 @@ def _telling(engine: Engine, tell: Callable[[KVCache], Callable[[], list[Any]]])
 
 
 def _leased(engine: Engine) -> tuple[KVCache, int, Any, list[int]]:
-    """Starts a request beside a prefix that holds all other pages.
+    """Starts a request alongside a prefix that holds all other pages.
 
     Returns:
         The cache, the request, a match of the prefix's first block, and the contents of that block.
@@ -456,8 +456,8 @@ def _leased(engine: Engine) -> tuple[KVCache, int, Any, list[int]]:
 def _begins(
     engine: Engine, cache: Any, prompt: Any, tags: list[int], *, leave: int = 0, some: bool = False
 ) -> int:
-    """Starts a request from a cached prefix or a match; it must get these rows, or some of them if
-    `some` is true.
+    """Starts a request from a cached prefix or a match; it must get exactly the given rows, or some
+    of them if `some` is true.
     """
     taken = cache.alloc_prefix(prompt, leave)
     assert taken is not None, "alloc_prefix returned None"
@@ -506,7 +506,7 @@ def trim_takes_a_match(engine: Engine) -> Steps:
 
 
 def can_admit_a_match_again(engine: Engine) -> Steps:
-    """`can_admit` renews a match's lost lease for the part that a running request keeps."""
+    """`can_admit` renews a match's lost lease on the part that a running request still holds."""
     cache, reqid = _forkable(engine, 2 * ROWS)
     tags, tokens = engine.held[cache, reqid], list(range(2 * ROWS))
     cache.record(reqid, tokens)
@@ -576,7 +576,7 @@ def _to_host(engine: Engine, **changes: Any) -> Recorded:
 
 
 def _begins_with_some(engine: Engine, cache: Any, tokens: list[int], tags: list[int]) -> None:
-    """Starts and grows a request from the part of a prefix that an interrupted call has left."""
+    """Starts a request from whatever part of a prefix an interrupted call left, and grows it."""
     reqid = _begins(engine, cache, tokens, tags, some=True)
     engine.grow(cache, reqid, len(engine.held[cache, reqid]) + 2)
 
@@ -593,7 +593,7 @@ def trim_to_host(engine: Engine) -> Steps:
 
 
 def step_evicts_to_host(engine: Engine) -> Steps:
-    """The least recently used prefix is evicted, and host memory is also short."""
+    """The least recently used prefix is evicted while host memory is also short."""
     cache, tokens, tags = _to_host(engine, pages=4, host_prefixes=2 * TENSORS * engine.page)
     yield from _growing(engine, cache, {0: 3 * ROWS})
     engine.free(cache, 0)
@@ -641,7 +641,7 @@ def record_fills_in_a_window(engine: Engine) -> Steps:
 
 
 def _window_recorded(engine: Engine, **changes: Any) -> Recorded:
-    """Like `_recorded`, for a request that has only its window."""
+    """Like `_recorded`, but for a request of which only the window is still mapped."""
     return _record_last(engine, *_windowed(engine, 5 * ROWS + 3, **changes), _settled)
 
 
@@ -657,10 +657,10 @@ def step_evicts_a_window(engine: Engine) -> Steps:
 
 
 def _swapped(engine: Engine, call: Callable[[], None]) -> bool:
-    """Returns true if the engine has a swapped request, from the interrupted call or a second one.
+    """Returns true if the engine got a swapped request, from the interrupted call or a second one.
 
-    Returns false if the result was lost, so that the second call fails. This may only happen if the
-    call is interrupted after it has changed the records and before the caller has the result.
+    Returns false if the result was lost and the second call therefore fails. This may only happen
+    if the interrupt comes after the call changed the records but before the caller had the result.
     """
     if not engine.swapped:
         try:
@@ -689,7 +689,7 @@ def _swapping_out(engine: Engine, cache: Any, reqid: int) -> Steps:
 
 
 def swap_out_with_a_window(engine: Engine) -> Steps:
-    """Swaps out while pages leave the window."""
+    """Swaps a request out while pages are leaving its window."""
     cache, reqid = _windowed(engine, 5 * ROWS)
     engine.grow(cache, reqid, 6 * ROWS)
     return _swapping_out(engine, cache, reqid)
@@ -728,8 +728,8 @@ def _swapping_in(engine: Engine, cache: Any, reqid: int, *, alone: bool = False)
 
 
 def swap_in_over_clean_pages(engine: Engine) -> Steps:
-    """Swaps in over pages that are already mapped and zero; those that the interrupted call has
-    written are no longer zero.
+    """Swaps in over pages that are already mapped and zero; the interrupted call may have written
+    some of them.
     """
     cache = engine.cache(eager_pages=3)
     steps = _swapping_in(engine, cache, engine.start(cache, 2 * ROWS + 3), alone=True)
@@ -847,7 +847,7 @@ def _moving_pages(engine: Engine) -> tuple[KVCache, int]:
 
 
 def _in_blocks(engine: Engine, pages: int = 64, **changes: Any) -> KVCache:
-    """Creates a one-layer cache, whose slots consist of two 2 MiB blocks of `UNIT_PAGES` pages."""
+    """Creates a one-layer cache whose slots consist of two 2 MiB blocks of `UNIT_PAGES` pages."""
     if Caps.LARGE_ENTRIES not in engine.context.info.caps:
         raise NotHere("no large entries of small pages")
     return engine.cache(
@@ -856,7 +856,7 @@ def _in_blocks(engine: Engine, pages: int = 64, **changes: Any) -> KVCache:
 
 
 def entries(make: Scenario) -> Scenario:
-    """Runs a scenario in a context with 2 MiB entries, each over only a few pages."""
+    """Runs a scenario in a context with 2 MiB entries, each covering only a few pages."""
     make.sample = (FEW, 1)  # type: ignore[attr-defined]
     make.context = {"granule": (2 << 20) // UNIT_PAGES, "large_entries": True}  # type: ignore[attr-defined]
     return make
@@ -874,7 +874,7 @@ def _by_pages(engine: Engine, cache: Any, *, scattered: bool, begun: int = 0) ->
     """Starts a request with a full block that grew page by page.
 
     If `scattered` is true, its pages are not adjacent. `begun` is the number of blocks whose
-    promotion has begun.
+    promotion has already started.
     """
     reqid = engine.start(cache, ROWS)
     for rows in range(2 * ROWS, PART + 1, ROWS):
@@ -920,15 +920,15 @@ def _cutting(engine: Engine, cache: Any, more: dict[int, int]) -> Steps:
 
 
 def _beside_a_free_block(engine: Engine, cache: Any, rows: int = 3 * ROWS) -> tuple[Any, Any]:
-    """Starts a request that can only grow by taking the end of a free slot's block."""
+    """Starts a request that can only grow by taking pages from the end of a free slot's block."""
     reqid = engine.start(cache, ROWS)
     engine.free(*_whole(engine, cache))
     return cache, {reqid: rows}
 
 
 def _beside_a_loose_block(engine: Engine) -> tuple[KVCache, dict[int, int]]:
-    """Starts a request that can only grow by taking pages of another request's large entry, which
-    lie beyond that request's rows.
+    """Starts a request that can only grow by taking pages from another request's large entry, past
+    the end of that request's rows.
     """
     cache = _in_blocks(engine, pages=UNIT_PAGES + 2)
     reqid, (_, other) = engine.start(cache, ROWS), _whole(engine, cache)
@@ -946,7 +946,9 @@ def _common(engine: Engine, **changes: Any) -> KVCache:
 
 
 def _read_common(engine: Engine, cache: KVCache) -> list[int]:
-    """Starts a request in every slot, writes rows through the first, and returns their contents."""
+    """Starts a request in every slot, writes rows through the first slot, and returns their
+    contents.
+    """
     tags = engine.tags(ROWS)
     assert cache.step([ROWS] * cache.config.max_batch) == 0
     write_rows(cache, 0, 0, tags)
@@ -956,7 +958,7 @@ def _read_common(engine: Engine, cache: KVCache) -> list[int]:
 
 
 def map_common_pages(engine: Engine) -> Steps:
-    """After the interruption, either all slots are taken or none are; taken slots are freed."""
+    """After the interruption, either all slots are taken or none are; any taken slots are freed."""
     cache = _common(engine)
 
     call = partial(cache.slots.map_common_pages, ROWS)
@@ -1017,8 +1019,8 @@ def _vattention(engine: Engine, *, common: bool = False) -> Manager:
 def _ids(
     engine: Engine, call: Callable[[Manager], Any], *lengths: int, common: bool = False
 ) -> Steps:
-    """Interrupts a call that takes or frees ids; afterwards all ids are free, and start with the
-    common rows, if any.
+    """Interrupts a call that takes or frees ids; afterwards, all ids are free, and requests start
+    with the common rows, if any.
     """
     manager = _vattention(engine, common=common)
     if lengths:
@@ -1039,7 +1041,7 @@ def _ids(
 
 
 def vattention_cleanup(engine: Engine) -> Steps:
-    """Memory is freed although the program still holds the tensors."""
+    """Memory is freed even though the program still holds the tensors."""
     manager = _vattention(engine)
     manager.step([ROWS, 3 * ROWS, 0, 0])
     tensors, vattention._manager = manager.tensors(), manager
@@ -1145,7 +1147,7 @@ def _resource(engine: Engine) -> Any:
 
 
 def _buffers(engine: Engine, resource: Any, call: Callable[[], Any]) -> Steps:
-    """Interrupts a call; then allocates buffers, each with its own pages, and frees all of them."""
+    """Interrupts a call, then allocates buffers, each with its own pages, and frees all of them."""
     page = engine.page
     yield from again(call)
     for addr in list(resource._live):  # the calls allocate buffers, but free none
@@ -1197,7 +1199,7 @@ def resource_close(engine: Engine) -> Steps:
 
 
 def _two(engine: Engine, pages: int, **changes: Any) -> tuple[KVCache, KVCache]:
-    """Creates two caches over one budget of `pages` pages per tensor."""
+    """Creates two caches that share a budget of `pages` pages per tensor."""
     budget = Budget(engine.context, pages * TENSORS * engine.page)
     return (
         engine.cache(budget, pages, memory_limit=0),
@@ -1206,7 +1208,7 @@ def _two(engine: Engine, pages: int, **changes: Any) -> tuple[KVCache, KVCache]:
 
 
 def _beside_pages(engine: Engine) -> tuple[KVCache, int]:
-    """Starts a request in each of two caches over a budget of four pages."""
+    """Starts a request in each of two caches that share a budget of four pages."""
     one, other = _two(engine, 4)
     engine.start(other, 2 * ROWS)
     return one, engine.start(one, 3)
@@ -1217,7 +1219,7 @@ def _beside_idle_pages(
 ) -> tuple[KVCache, dict[int, int]]:
     """Starts a request that can only grow by taking idle pages of another cache in its budget.
 
-    `recorded`: the number of idle pages that hold a prefix.
+    `recorded` is the number of idle pages that hold a prefix.
     """
     one, other = _two(engine, 4, **changes)
     reqid = engine.start(one, 3)
@@ -1325,7 +1327,7 @@ def _with_state(engine: Engine) -> tuple[LayeredCache, int]:
 
 
 def _and_states(engine: Engine, steps: Callable[..., Steps], *args: Any) -> Steps:
-    """Runs the steps for a request with a state; then checks the states of all long requests."""
+    """Runs the steps for a request with a state, then checks the states of all long requests."""
     cache, reqid = _with_state(engine)
     yield from steps(engine, cache, reqid, *args)
     long = [reqid for (_, reqid), tags in engine.held.items() if len(tags) > UNIT]
@@ -1374,7 +1376,7 @@ def close_one_of_a_budget(engine: Engine) -> Steps:
 
 
 def _layered_moving(engine: Engine, *, wait: bool) -> Steps:
-    """Once a step has completed what is in flight, either all layers have moved or none."""
+    """Once a step has completed any move in flight, either all layers have moved or none have."""
     _needs_host_pages(engine)
     cache = _layered(engine)
     engine.start(cache, 3)
@@ -1412,8 +1414,8 @@ def layered_step_slides(engine: Engine) -> Steps:
 
 
 def _nobody_told() -> frozenset[str]:
-    """Returns the constructor lines during which the cache exists but has not yet reached the
-    caller.
+    """Returns the lines of the constructors at which the cache already exists but the caller does
+    not have it yet.
     """
     places = set()
     for function in (KVCache.__init__, LayeredCache.__init__):
@@ -1493,7 +1495,7 @@ class Served:
 
     Attributes:
         one: the request that the call uses.
-        rows: contents of each request's rows, valid whatever the call does.
+        rows: the expected contents of each request's rows, whatever the call does.
         ends: requests that the call may end.
     """
 
@@ -1517,7 +1519,7 @@ class Served:
         return made
 
     def queued(self, begin: Callable[..., Any], *args: Any) -> Call:
-        """Returns a call that queues work; the work does not run before `finish`."""
+        """Returns a callable that queues work, which does not run until `finish`."""
         self.requests._background.begin(lambda: self._gate.wait(8))
         self._queued = True
         return partial(begin, *args)
@@ -1577,7 +1579,7 @@ def served(make: Callable[..., Steps]) -> Callable[..., Steps]:
 
 @served
 def _beginning(served: Served, call: Call, rows: list[int]) -> Steps:
-    """Interrupts a call that creates a request with these rows."""
+    """Interrupts a call that creates a request with the given rows."""
     made = yield from again(call)
     assert isinstance(made, Request)
     assert made.length == len(rows)
@@ -1685,7 +1687,7 @@ def _releasing(served: Served, tokens: list[int] | None = None) -> Steps:
 
 @served
 def _served_swapping_out(served: Served, queued: bool = False) -> Steps:
-    """Interrupts a swap-out: the request is either swapped out, or unchanged and not left busy."""
+    """Interrupts a swap-out: the request is swapped out, or it is unchanged and not left busy."""
     call = partial(served.requests.swap_out, served.one)
     yield served.queued(served.requests.swap_out_async, served.one) if queued else call
     if served.one.state is State.RUNNING:
@@ -1976,7 +1978,7 @@ Seen = list[tuple[tuple[int, ...], Outcome]]
 
 
 def fail_with(name: str, count: int, seen: Seen) -> None:
-    """Fails if any checks are broken; the message lists them with their points."""
+    """Fails if any run broke a check; the message lists these checks and their points."""
     broken = [(at, one) for at, one in seen if one.broken]
     orphans = sum(bool(one.orphans) for _, one in seen)
     if orphans:
@@ -1998,7 +2000,7 @@ def fail_with(name: str, count: int, seen: Seen) -> None:
 
 
 def runs(make: Scenario, where: list[tuple[int, ...]], alarm: Any, backend: str) -> Seen:
-    """Runs the scenario, interrupted at each of these points; stops early if calls hang."""
+    """Runs the scenario once per point, interrupted there; stops early if calls hang."""
     seen: Seen = []
     for at in where:
         seen.append((at, run_at(make, at, alarm, backend)))
@@ -2016,7 +2018,7 @@ def measured(make: Scenario, alarm: Any, backend: str) -> int:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_interruptions(name: str, points: int | None) -> None:
-    """Interrupts at one point, then also at a second point while the first exception is handled."""
+    """Interrupts at one point, then also at a second one while the first exception is handled."""
     make, rng = SCENARIOS[name], random.Random(name)
     singles, pairs_of = getattr(make, "sample", (SAMPLE, PAIRS))
     with alarms() as alarm:
@@ -2053,7 +2055,7 @@ def test_signals() -> None:
 
 
 def test_an_exception_on_entry_releases_the_lock() -> None:
-    """Covers a thread that already holds the lock; it is released as often as it was taken."""
+    """Also covers a thread that already holds the lock: every acquisition is released."""
     lock = FairLock()
 
     def call() -> None:
@@ -2070,7 +2072,7 @@ def test_an_exception_on_entry_releases_the_lock() -> None:
 
 
 def test_an_interrupted_rollback_is_resumed() -> None:
-    """An interrupted rollback resumes in the next call, even if that call has nothing to undo."""
+    """The next call resumes an interrupted rollback, even if it has nothing of its own to undo."""
 
     class Made:
         given = 0
@@ -2100,8 +2102,8 @@ def test_an_interrupted_rollback_is_resumed() -> None:
 
 
 def test_points_of_a_function() -> None:
-    """A point follows each call and each backward jump, except where the call's own handler would
-    be skipped.
+    """There is a point after each call and each backward jump, except where an exception would skip
+    the call's own handler.
     """
     here = __file__
     seen: list[str] = []

@@ -163,7 +163,7 @@ def test_strings_are_identified_by_their_characters(sharing: Context) -> None:
 
 
 def test_engine_namespaces_are_identified_by_name(sharing: Context) -> None:
-    """The identity is the same in every process, however many namespaces existed before."""
+    """A namespace has the same identity in every process, however many were created before it."""
     for names in (["adapter"], ["other", "adapter"], [7], [None], ["None"]):
         with small_cache(sharing) as cache:
             events, engine = KVEvents(cache), RequestCache(cache)
@@ -250,7 +250,7 @@ def test_an_interrupted_call_emits_no_event(
             patch.setattr(tree, "touch", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 tokens = [3] * (2 * ROWS)
-                # The preceding lookup also touches the LRU order, so replace it.
+                # The lookup before the change also updates the LRU order, so it is replaced.
                 patch.setattr(tree, "match", lambda *_, **__: _nothing(tree))
                 cache.free_reqid(reqid, tokens=tokens)
         assert events.poll() == []

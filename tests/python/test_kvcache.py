@@ -241,7 +241,7 @@ def test_shortage_is_minus_one_and_changes_nothing(context: Context, ahead: bool
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_shortage_of_the_shared_context(backend: str, ahead: bool) -> None:
-    """Hits the context's own limit, partly with pages that do not belong to the cache."""
+    """Hits the context's own limit, which pages outside the cache also count against."""
     with Context(backend) as context:
         page, slab = context.info.granule, context.info.slab_size
     limit = max(slab, 64 * page)
@@ -467,7 +467,7 @@ def test_the_next_owner_does_not_get_promised_pages(context: Context) -> None:
 
 
 def test_pages_mapped_one_by_one_join_into_runs(host: Context) -> None:
-    """Requests grow in turn; each new page of a request is adjacent to its last page."""
+    """Requests grow in turn; each new page of a request is adjacent to its previous one."""
     with small_cache(host) as cache:
         for _ in range(4):
             cache.alloc_reqid()

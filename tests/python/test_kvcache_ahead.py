@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tests `ahead_tokens`: a step starts to map the pages that the next steps will need."""
+"""Tests `ahead_tokens`: a step starts mapping the pages that the next steps will need."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ def test_a_request_freed_while_pages_are_in_flight(
 
 
 def test_windows_and_states(context: Context) -> None:
-    """Sliding layers also grow ahead; a state does not."""
+    """Sliding layers grow ahead too, but a state does not."""
     page = context.info.granule
     rows = page // (64 * 4)
     shapes = [
@@ -290,7 +290,7 @@ def test_windows_and_states(context: Context) -> None:
         for length in range(1, 6 * rows):
             want = lens(cache, **{f"r{reqid}": length})
             assert cache.step(want) == 0
-            # A slot whose window is being unmapped grows ahead only in the next step.
+            # A slot whose window is being unmapped does not grow ahead until the next step.
             for part in cache.caches:
                 eventually(lambda part=part: not any(one.in_flight for one in part.snapshot()))
             if length % rows == rows - 1:

@@ -283,8 +283,8 @@ def test_steps_of_both_caches_in_two_threads(context: Context) -> None:
 
 
 def test_a_busy_cache_lets_others_take_a_turn(context: Context) -> None:
-    """While cache a waits for GPU work on cache b's slot, a call to b waits; it then runs before
-    a's next call, without a deadlock.
+    """A call to cache b waits while cache a waits for GPU work on b's slot; it then runs before a's
+    next call, and there is no deadlock.
     """
     with two(context, 8, {}, {}) as (_, a, b), pending() as work:
         b.free_reqid(hold(b, 4), work)
@@ -313,8 +313,8 @@ def test_a_busy_cache_lets_others_take_a_turn(context: Context) -> None:
 
 
 class BudgetModel:
-    """Two caches, with a plain count of their requests' pages that predicts how many pages each
-    cache can still get.
+    """Two caches and a plain count of their requests' pages, which predicts how many more pages
+    each cache can get.
     """
 
     def __init__(self, caches: dict[str, KVCache], total: int, seed: int) -> None:

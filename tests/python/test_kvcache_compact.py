@@ -118,8 +118,8 @@ def rest(cache: KVCache, stream: Any = None) -> None:
 
 
 def device_bytes(backend: str) -> int | None:
-    """Returns the memory in use according to the system rather than the library, or None if there
-    is no figure for this process alone.
+    """Returns the memory in use as reported by the system, not the library, or None if there is no
+    figure for this process alone.
     """
     if backend != "host":
         import torch
@@ -156,7 +156,7 @@ def test_trim_moves_pages_of_idle_requests_on_request(backend: str) -> None:
 
 
 def test_an_idle_cache_is_compacted(backend: str) -> None:
-    """Uses the default configuration, and also checks the memory in use according to the system."""
+    """Uses the default configuration, and also checks the memory use that the system reports."""
     before = device_bytes(backend)
     with fragmented(backend) as (cache, _):
         rest(cache)
@@ -246,7 +246,7 @@ def test_nothing_is_compacted_while_others_have_pages_in_the_context(backend: st
 def test_a_concurrent_call_waits_for_one_slab(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cache is compacted slab by slab; a step between two slabs stops the compaction."""
+    """Compaction proceeds one slab at a time; a step between two slabs stops it."""
     with fragmented(backend, idle_seconds=AN_HOUR, idle_compact=True) as (cache, _):
         began, stepping, stepped = threading.Event(), threading.Event(), threading.Event()
         pieces: list[int] = []

@@ -100,7 +100,7 @@ def test_a_request_is_ready_once_its_growth_in_the_background_is_over(context: C
         assert not cache.slots.is_ready(1, 1)
         assert cache.step_async(lens(cache, r1=ROWS + 1)) == 0
         eventually(lambda: cache.slots.is_ready(1, ROWS + 1))
-        assert cache.slots.capacity(1) == 0  # no step has granted the pages
+        assert cache.slots.capacity(1) == 0  # no step has granted the pages yet
         assert cache.slots.is_ready(1, 2 * ROWS)
         assert not cache.slots.is_ready(1, 2 * ROWS + 1)
         assert cache.step(lens(cache, r1=ROWS + 1)) == 0
@@ -119,7 +119,7 @@ def test_a_request_is_ready_once_its_growth_in_the_background_is_over(context: C
 
 
 def lacking(cache: KVCache, reqid: int | None, tokens: int) -> int:
-    """Returns the number of pages that a request still needs to hold `tokens` tokens."""
+    """Returns how many more pages a request needs in order to hold `tokens` tokens."""
     return cache.memory.for_request(reqid, tokens) // cache.layout.page_size
 
 

@@ -139,7 +139,7 @@ class Trace:
             ids += [99] * (lengths[reqid] - len(ids))
 
     def take_cut(self, lengths: list[int], rows: list[int], *, ahead: bool) -> None:
-        """Counts an interrupted step if the cache did, as it must have if the step took effect."""
+        """Counts an interrupted step if the cache did, which it must if the step took effect."""
         if not self.cut:
             return
         name = "steps_async" if ahead else "steps"
@@ -152,7 +152,7 @@ class Trace:
         self.want[name] += told
 
     def slack(self, before: CacheStats, after: CacheStats) -> int:
-        """Returns the number of pages that the step reused: it may have zeroed each of them without
+        """Returns the number of pages that the step reused, any of which it may have zeroed without
         granting a new page.
         """
         return after.reused_pages - before.reused_pages

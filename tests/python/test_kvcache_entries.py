@@ -129,8 +129,8 @@ SHORT = {"memory_limit": (2 * PAGES + 8) * COLUMN}
 @pytest.mark.parametrize("cache", [SHORT], indirect=True)
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_step_short_of_memory_splits_unused_parts(cache: KVCache, ahead: bool) -> None:
-    """Another request gets the pages that `truncate` left in a running request's entry; no row is
-    lost.
+    """Another request gets the pages that `truncate` left unused in a running request's entry; no
+    row is lost.
     """
     first = prefill(cache, 2 * FULL, 1.0)
     assert cache.truncate(first, FULL + 5) == 0
@@ -192,7 +192,7 @@ def test_only_missing_pages_are_split_off(cache: KVCache) -> None:
 
 @pytest.mark.parametrize("cache", [SHORT], indirect=True)
 def test_a_request_grows_within_its_entry(cache: KVCache) -> None:
-    """A request that grows does not lose its own part of the entry."""
+    """A growing request keeps its own part of the entry."""
     first = prefill(cache, FULL, 1.0)
     second = prefill(cache, FULL, 2.0)
     assert cache.truncate(first, 10 * ROWS) == 0
@@ -315,7 +315,7 @@ def test_a_move_of_a_part_of_a_block(cache: KVCache) -> None:
 
 
 def test_joins_for_want_of_mappings_are_recorded(backend: str) -> None:
-    """If mappings are scarce, a step consolidates pages; the old pages stay while work reads
+    """When mappings are scarce, a step consolidates pages; the old pages stay while work reads
     them."""
     limit = 2 * TENSORS * (PAGES + 4)
     with Context(backend, granule=PAGE, large_entries=True, max_mappings=limit) as context:

@@ -145,8 +145,8 @@ def test_a_failed_fill_hands_nothing_over(context: Context) -> None:
 
 
 def _engine(cache: KVCache, calls: list[Callable[[], object]]) -> None:
-    """Appends the calls of an engine that grows requests, reuses slots and reclaims pages, in the
-    calling thread and in the background.
+    """Appends the calls of an engine that grows requests, reuses slots and reclaims pages, both in
+    the calling thread and in the background.
     """
     calls += [
         lambda: cache.alloc_reqid(ROWS),
@@ -245,8 +245,8 @@ def test_a_failed_rollback_costs_only_its_slot(backend: str) -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_every_allocation_of_the_library_fails(backend: str, ahead: bool) -> None:
-    """When libvmem's own heap allocation fails, calls report a shortage and change nothing; a step
-    retries once.
+    """If libvmem's own heap allocations fail, a step retries once, then reports a shortage and
+    changes nothing.
     """
     assert not any(_step_without_heap(backend, ahead, skip, 1) for skip in range(12))
     assert sum(_step_without_heap(backend, ahead, skip, 100) for skip in range(12)) >= 2

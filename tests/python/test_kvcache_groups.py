@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Checks that groups of unequal layers grow, and slide their windows, in one batch."""
+"""Checks that groups of unequal layers grow and slide their windows in a single batch."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_request_ends_while_its_window_slides(context: Context) -> None:
 
 @pytest.mark.parametrize("kind", [Inject.MAP, Inject.HEAP])
 def test_a_truncation_that_fails_changes_no_group(context: Context, kind: Inject) -> None:
-    """Fails in turn each driver call, or each heap allocation, that the truncation makes."""
+    """Fails each of the truncation's driver calls, or heap allocations, in turn."""
     failed = 0
     for skip in range(200):
         with layered(context) as cache:

@@ -322,7 +322,7 @@ def test_requests_of_several_threads(host: Context) -> None:
 
 
 def test_rows_that_gpu_work_still_writes_are_not_stored(context: Context) -> None:
-    """`trim` waits for the work and then stores the rows; an eviction for a request drops them."""
+    """`trim` waits for the work, then stores the rows; an eviction to free pages drops them."""
     unit = unit_bytes(context)
     with small_cache(context, host_prefixes=4 * unit) as cache, pending() as work:
         ids = list(range(ROWS))
@@ -342,7 +342,7 @@ def test_rows_that_gpu_work_still_writes_are_not_stored(context: Context) -> Non
 def test_a_prefix_that_cannot_be_copied_is_lost(context: Context, what: Inject) -> None:
     with small_cache(context, host_prefixes=4 * unit_bytes(context)) as cache:
         ids = recorded(cache, 2 * ROWS)
-        cache.trim()  # no page of the prefix is mapped
+        cache.trim()  # leaves no page of the prefix mapped
         context.inject(what)
         cache._groups[0].prefixes.evict(0, 2)
         context.inject(what, count=0)
@@ -503,7 +503,7 @@ def test_close_frees_host_memory(host: Context) -> None:
 
 
 class HostModel(ShareModel):
-    """A model that also expects the right rows in prefixes that are loaded from host memory."""
+    """A model that also checks the rows of prefixes that are loaded from host memory."""
 
     def __init__(self, cache: KVCache, seed: int) -> None:
         super().__init__(cache, seed)

@@ -188,7 +188,7 @@ def test_every_group_gets_pages_for_its_own_rows(context: Context) -> None:
 
 
 def test_if_one_group_is_short_none_changes(context: Context) -> None:
-    # 20 rows need 5 * 4 + 3 * 2 + 4 + 2 = 32 pages; each group would fit by itself.
+    # 20 rows need 5 * 4 + 3 * 2 + 4 + 2 = 32 pages; each group would fit on its own.
     for pages, ahead in ((31, False), (31, True), (21, False), (27, True)):
         with layered(context, pages) as cache:
             assert not cache.can_admit([20])
@@ -444,7 +444,7 @@ def at_rest(cache: LayeredCache, want: list[int]) -> bool:
 
 @pytest.mark.parametrize("wait", [False, True])
 def test_a_move_is_for_all_layers_or_none(backend: str, wait: bool) -> None:
-    """The limit covers all layers together; it would suffice only for the narrow layers."""
+    """The limit applies to all layers together, and is enough only for the narrow ones."""
     with with_tiers(backend) as context:
         page = context.info.granule
         with narrow_and_wide(context, host_limit=11 * page) as cache:
@@ -475,7 +475,7 @@ def test_a_move_that_finds_no_memory_for_some_layers(backend: str, wait: bool) -
         if context.info.slab_size != slab:
             pytest.skip("slabs are larger than requested")
         with narrow_and_wide(context) as cache:
-            tags = begin(cache, 16)  # three slabs
+            tags = begin(cache, 16)  # fills three slabs
             before, used = [one.snapshot() for one in cache.caches], context.stats().used_bytes
             with pytest.raises(OutOfMemory):
                 cache.move(0, "host", wait=wait)
@@ -517,7 +517,7 @@ def test_every_driver_call_of_a_move_of_several_groups_fails_once(backend: str) 
 
 
 def test_a_promotion_of_several_classes(backend: str) -> None:
-    """Each group is promoted in its own parts; if a driver call fails, no row is lost."""
+    """Each group's own blocks are promoted; if a driver call fails, no row is lost."""
     skip = 0
     while True:
         with in_slabs(backend) as context, narrow_and_wide(context) as cache:

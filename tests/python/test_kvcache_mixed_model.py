@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Compares random engines over moving pages and 2 MiB entries with a plain model."""
+"""Runs random engines with moving pages and 2 MiB entries against a plain model."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def cache_of(context: Context, policy: dict[str, Any]) -> KVCache:
 
 @pytest.fixture(autouse=True)
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Removes the minimum size, so that small caches behave like large caches."""
+    """Removes the minimum size, so that small caches behave like large ones."""
     monkeypatch.setattr(migration, "REACH", 0)
 
 
@@ -149,7 +149,7 @@ def test_random_engine(backend: str, policy: str, seed: int) -> None:
 
 
 class LayeredModel(MixedModel):
-    """A model of a cache with several groups, whose prefixes end where no group splits a page."""
+    """A model of a cache with several groups; prefixes end on a page boundary in every group."""
 
     def refused(self, before: tuple[Any, ...]) -> None:
         self.count("no memory")

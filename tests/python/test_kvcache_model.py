@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Compares random engines over a KVCache with a plain Python model, row by row."""
+"""Runs random engines over a KVCache against a plain Python model, row by row."""
 
 from __future__ import annotations
 

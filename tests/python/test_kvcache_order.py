@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Tests how a KVCache reuses pages between requests, and when it waits for GPU work.
 
-On every back end, an FdEvent stands for GPU work: no page that the work may access changes before
+On every back end, an FdEvent stands in for GPU work: no page that the work may access changes until
 the event fires.
 """
 
@@ -94,7 +94,7 @@ def test_a_reused_slot_is_not_handed_over_before_the_work_is_over(
 
 
 def test_growth_beyond_used_pages_need_not_wait(context: Context) -> None:
-    """New pages of a slot have no earlier owner; only reused pages must wait for the earlier
+    """A slot's new pages have no earlier owner; only its reused pages must wait for the earlier
     owner's work.
     """
     with small_cache(context, max_batch=2) as cache, pending() as work:
@@ -154,7 +154,7 @@ def test_the_callers_event_may_be_closed_at_once(context: Context) -> None:
 
 
 def test_the_work_of_the_owner_before_last_still_counts(context: Context) -> None:
-    """The first owner's work is still running, although the second owner's work has completed."""
+    """The first owner's work is still running even though the second owner's has completed."""
     with (
         small_cache(context, max_batch=1, zero_fill=False) as cache,
         pending() as first,
@@ -175,7 +175,7 @@ def test_the_work_of_the_owner_before_last_still_counts(context: Context) -> Non
 def test_a_growth_finished_by_another_call_leaves_no_work_to_a_stream(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other call is not given a stream, and the next step may be given any stream."""
+    """The other call is not given a stream, and the next step may use any stream."""
     devices = []
     monkeypatch.setattr(growth, "order_after", lambda event, stream, on: devices.append(on))
     with (
@@ -314,7 +314,7 @@ def test_best_fit(context: Context, length: int, best: int) -> None:
 
 
 def test_among_equal_fits_the_slot_freed_first_is_used(context: Context) -> None:
-    """In this order, a reqid that an engine keeps by mistake is reused as late as possible."""
+    """With this order, a reqid that an engine keeps by mistake is reused as late as possible."""
     with small_cache(context) as cache:
         for _ in range(4):
             cache.alloc_reqid()
@@ -481,7 +481,7 @@ def test_pages_beyond_an_unmap_in_flight_can_be_reclaimed_too(context: Context) 
         assert cache.step(lens(cache)) == 0
         assert cache.snapshot()[0].in_flight
         other = cache.alloc_reqid(6 * ROWS)
-        if other == 0:  # the best fit is the slot that has pages; take a different one
+        if other == 0:  # the slot that has pages is the best fit; take a different one
             other = cache.alloc_reqid()
             cache.free_reqid(0, work)
         with firing_later(work):

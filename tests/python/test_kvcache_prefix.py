@@ -450,7 +450,7 @@ def test_unowned_pages_can_be_evicted_below_a_request_too(context: Context) -> N
 
 
 def test_a_finished_request_protects_no_prefix(context: Context) -> None:
-    """The prefix that was used first is evicted first, although its pages are unmapped later."""
+    """The prefix used first is evicted first, even though its pages are unmapped later."""
     limit = 5 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit) as cache, pending() as work:
         first, second = PROMPT[: 2 * ROWS], [5] * (2 * ROWS)
@@ -522,7 +522,7 @@ def test_without_a_slot_nothing_changes(context: Context) -> None:
         eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
         assert cache.alloc_reqid() is not None
         assert cache.alloc_reqid() is not None
-        # The pages that a slot kept for a next turn may still be in the process of being unmapped.
+        # Pages that a slot kept for a next turn may not be fully unmapped yet.
         eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
         before = state(cache)
         assert cache.alloc_prefix(PROMPT) is None
@@ -560,7 +560,7 @@ def test_every_driver_call_of_record_and_match_may_fail(context: Context) -> Non
 
 
 def test_short_of_heap_for_a_freed_part(context: Context) -> None:
-    """Pages that cannot be freed for lack of heap memory count as shared until they are freed."""
+    """Pages that cannot be freed for lack of heap memory still count as shared until they are."""
     with small_cache(context) as cache:
         recorded(cache, PROMPT[: 4 * ROWS])
         eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))

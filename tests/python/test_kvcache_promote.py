@@ -147,7 +147,7 @@ def test_pages_back_from_the_host_are_checked_again() -> None:
 
 @pytest.mark.parametrize("what", [Inject.MAP, Inject.UNMAP])
 def test_every_driver_call_of_a_join_fails_once(backend: str, what: Inject) -> None:
-    """A failure leaves the pages unchanged; the next check joins them."""
+    """A failure leaves the pages unchanged; the next `promote` gives them large entries."""
     failed = 0
     for skip in range(20):
         with in_slabs(backend) as context, cache_over(context) as cache:
@@ -214,8 +214,8 @@ def cold_pool(slots: int) -> Iterator[KVCache]:
 
 @pytest.mark.usefixtures("everywhere")
 def test_growth_in_a_cold_pool_fills_blocks() -> None:
-    """Within the limit, the pool allocates memory before a request grows into other requests'
-    chunks."""
+    """As long as the limit allows, the pool allocates memory rather than letting a request grow
+    into other requests' chunks."""
     slots, pages = 5, 3 * 32 + 1
     with cold_pool(slots) as cache:
         for rows in range(ROWS, ROWS * pages + 1, ROWS):
@@ -237,10 +237,10 @@ def test_the_pool_of_a_small_cache_allocates_only_missing_pages() -> None:
 
 @pytest.mark.usefixtures("everywhere")
 def test_blocks_are_not_copied_repeatedly() -> None:
-    """Memory allocated page by page is fragmented, so not every copy gets its own 2 MiB."""
+    """Memory allocated page by page is fragmented, so not every copy gets a 2 MiB chunk."""
     slots, pages, page = 5, 128, 64 << 10
     with cold_pool(slots) as cache:
-        cache._groups[0].pager.runs.spreads = False  # as if the pool got no more memory
+        cache._groups[0].pager.runs.spreads = False  # as if the pool could get no more memory
         for rows in range(ROWS, ROWS * pages * 3 // 4 + 1, ROWS):
             assert cache.step([rows] * slots) == 0
             for move in cache._groups[0].mover.moves.values():
@@ -301,7 +301,7 @@ def test_promotion_uses_the_memory_that_is_free(backend: str) -> None:
 
 @pytest.mark.usefixtures("everywhere")
 def test_a_promotion_without_memory_is_retried(backend: str) -> None:
-    """Once there is memory, the request is promoted, although it never fills another block."""
+    """Once there is memory, the request is promoted even though it never fills another block."""
     with in_slabs(backend) as context:
         limit = (2 * UNIT + 4) * TENSORS * context.info.granule
         options = {"window_tile": 0, "memory_limit": limit}

@@ -28,7 +28,7 @@ from pyvmem.kvcache import LayeredCache, LayerShape
 
 TENSORS = 2 * LAYERS
 PROMPT = list(range(100, 100 + 6 * ROWS))
-TURN = 3 * ROWS + 3  # rows of the first turn: three whole pages and a part
+TURN = 3 * ROWS + 3  # rows of the first turn: three whole pages and part of a fourth
 
 
 def settled(cache: KVCache) -> None:
@@ -112,7 +112,7 @@ def test_only_what_is_missing_is_mapped(host: Context) -> None:
         longer = begun[0]
         grown(cache, longer, 2 * ROWS, 5 * ROWS, 2.0)
         cache.free_reqid(short, tokens=PROMPT[: 2 * ROWS])
-        cache.record(longer, PROMPT[: 5 * ROWS])  # this request continues to run
+        cache.record(longer, PROMPT[: 5 * ROWS])  # this request keeps running
         settled(cache)
         whole, other = calls(cache, lambda: cache.fork(longer, 5 * ROWS))
         cache.free_reqid(other)
@@ -148,7 +148,7 @@ def test_some_slots_stay_free_for_newcomers(host: Context) -> None:
         settled(cache)
         assert cache.stats().empty_slots == 1
         assert cache.stats().cached_slots == 3
-        # The slot that has been free for the longest time was emptied.
+        # The slot that had been free the longest was emptied.
         count, begun = calls(cache, lambda: cache.alloc_prefix([3] * 2 * ROWS, 0))
         assert (count, begun is not None and begun[1]) == (0, 2 * ROWS)
         count, _ = calls(cache, lambda: cache.alloc_prefix([0] * 2 * ROWS, 0))
@@ -205,7 +205,7 @@ def test_trim_unmaps_a_kept_prefix(host: Context) -> None:
 
 
 def test_a_next_turn_before_the_work_has_completed(host: Context) -> None:
-    """The CPU waits for the work that wrote the rows, which may then be mapped in any slot."""
+    """The CPU waits for the work that wrote the rows; then they may be mapped in any slot."""
     with pending() as event, small_cache(host) as cache:
         slot = started(cache, TURN)
         cache.free_reqid(slot, event, tokens=PROMPT[:TURN])

@@ -113,8 +113,8 @@ def test_truncate_frees_rows_and_whole_pages(context: Context, length: int) -> N
 
 @pytest.mark.parametrize("zero_fill", [True, False])
 def test_truncate_frees_overread_pages_of_a_prompt(context: Context, zero_fill: bool) -> None:
-    """The request can get the freed pages back immediately; another request must wait for the work
-    that may read them.
+    """The request can get the freed pages back immediately; another request must wait for work that
+    may still be reading them.
     """
     rows, limit = 2 * ROWS + 2, 6 * TENSORS * context.info.granule
     options = {"overread_rows": 2 * ROWS, "zero_fill": zero_fill, "memory_limit": limit}
@@ -158,7 +158,7 @@ def test_freed_pages_are_the_next_that_another_request_gets(context: Context) ->
         assert cache.step(lens(cache, **{f"r{one}": 4 * ROWS})) == -1
 
 
-@pytest.mark.needs_tensors  # the library's own reads wait for pages that are being unmapped
+@pytest.mark.needs_tensors  # the library rejects its own reads of pages that are being unmapped
 @pytest.mark.parametrize("deferred", [True, False])
 def test_freed_pages_wait_for_the_work_on_them(context: Context, deferred: bool) -> None:
     shape = {"memory_limit": 4 * TENSORS * context.info.granule, "deferred_reclaim": deferred}
@@ -206,8 +206,8 @@ def test_pages_promised_by_step_async_stay_promised(context: Context) -> None:
 
 
 def test_speculation_rolls_back_rejected_tokens(context: Context) -> None:
-    """Each step adds a token and four draft tokens, and keeps one to five of these five rows; a
-    page holds eight rows.
+    """Each step adds a token and four draft tokens, then keeps one to five of the five rows; a page
+    holds eight rows.
     """
     with small_cache(context) as cache:
         one, tags = start(cache, 3), [1, 2, 3]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Checks that requests grow in runs, so that memory fills before mappings run out.
+"""Checks that requests grow in runs, so that memory fills up before mappings run out.
 
 The context on ``host`` rejects mappings beyond `max_mappings`, as ``stock`` always does. The
-proportions are those of GPUs with 80 and 141 GB: one pair of tensors stands for 32.
+proportions are those of GPUs with 80 and 141 GB: one pair of tensors stands in for 32.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def config(slots: int, pages: int, **policy: object) -> KVCacheConfig:
 def cache_of(
     slots: int, pages: int, mappings: int, **policy: object
 ) -> Iterator[tuple[KVCache, list[int]]]:
-    """Yields a cache on host with limited mappings and all slots taken, and lengths of 0."""
+    """Yields a cache on ``host`` with limited mappings and all slots taken, and zero lengths."""
     with (
         Context("host", granule=PAGE, max_mappings=mappings) as context,
         KVCache(config(slots, pages, **policy), context) as cache,
@@ -74,7 +74,7 @@ class Growing:
         self._pace = [draw.uniform(0.3, 1) * ROWS for _ in range(count)]
 
     def lens(self) -> list[int]:
-        """Returns the lengths of the next step."""
+        """Returns the lengths for the next step."""
         self._at = [at + pace for at, pace in zip(self._at, self._pace, strict=True)]
         return [int(at) + 1 for at in self._at]
 
@@ -321,7 +321,7 @@ CALLS: dict[str, Callable[[KVCache], object]] = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_background_growth_without_mappings_fails_no_other_call(call: str) -> None:
-    """These calls may be what ends the shortage; only a step that needs the pages runs short."""
+    """Any of these calls may end the shortage; only a step that needs the pages runs short."""
     policy = {"growth_fraction": 0.0, "join_at": 0.0}
     with cache_of(4, 50, 1000, **policy) as (cache, _):
         assert cache.step([ROWS, ROWS, 0, 0]) == 0

@@ -143,8 +143,8 @@ def test_a_beam_forks_at_every_token(context: Context) -> None:
 
 
 def test_a_row_across_two_pages(context: Context) -> None:
-    """Forks at just over 48 rows of 384 bytes: the row at the page boundary is half shared, half
-    copied.
+    """Forks after the row that crosses the first page boundary: part of that row is shared, the
+    rest is copied.
     """
     page = context.info.granule
     shape = {"num_kv_heads": 3, "head_dim": 32, "max_seq_len": 3 * page // 384}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Compares random engines that fork, record, match, swap and trim with a plain model."""
+"""Runs random engines that fork, record, match, swap and trim against a plain model."""
 
 from __future__ import annotations
 

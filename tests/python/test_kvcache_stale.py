@@ -32,7 +32,7 @@ WINDOW = {"window": 8, "window_tile": 4, "max_seq_len": 12 * ROWS}
 
 
 def lens(cache: KVCache, **by_reqid: int) -> list[int]:
-    """Returns the lengths of all slots, with overrides r0=..., r2=..."""
+    """Returns the lengths of all slots, overridden by keywords such as r0 and r2."""
     held = [slot.seq_len for slot in cache.snapshot()]
     for name, rows in by_reqid.items():
         held[int(name[1:])] = rows
@@ -262,8 +262,8 @@ def test_pages_of_the_earlier_owner_can_be_reclaimed(backend: str, way: str) -> 
 @pytest.mark.parametrize("pages", range(1, 7))
 @pytest.mark.parametrize("way", WAYS)
 def test_leftover_pages_do_not_count_as_mapped(backend: str, way: str, pages: int) -> None:
-    """`step` keeps the promise of `step_async`, even if other requests keep the earlier owner's
-    pages.
+    """`step` keeps the promise that `step_async` made, even if other requests keep the earlier
+    owner's pages.
     """
     with stale(backend, way) as (cache, event), cache.match([*PROMPT, 7]):
         mapped = cache.stats().mapped_bytes // cache.layout.page_size
@@ -310,7 +310,7 @@ def test_a_freed_slot_after_another_requests_growth(backend: str, pages: int) ->
             assert cache.truncate(reqid, rows, event) == 0
         want = lens(cache)
         want[one], want[other] = 5 * ROWS, 3 * ROWS
-        assert cache.step_async(want) == 0  # zeroes pages that the event's work may still write
+        assert cache.step_async(want) == 0  # zeroes pages that the event's work may be writing
         cache.free_reqid(one)
         cache.memory.set_limit(cache.stats().mapped_bytes // cache.layout.page_size)
         last = cache.alloc_reqid()

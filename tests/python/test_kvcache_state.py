@@ -223,7 +223,7 @@ def test_move_includes_the_state(host: pyvmem.Context) -> None:
         check(cache, 0, 2.0)
         assert cache.step([71, 0, 0, 0]) == 0
         put(cache, 0, 3.0)
-        # the background moves only pages that are not being written
+        # in the background, only pages that are not being written are moved
         assert cache.move(0, "device", wait=False).pages == 2 * 2
         assert cache.step([72, 0, 0, 0]) == 0
         assert cache.move(0, "device").pages == 2 * 1 + 9
@@ -232,8 +232,8 @@ def test_move_includes_the_state(host: pyvmem.Context) -> None:
 
 
 def test_use_and_waste_exclude_host_pages(host: pyvmem.Context) -> None:
-    """The bytes of a request in host memory do not count as used; a state fills its pages only
-    partly.
+    """The bytes of a request in host memory do not count as used; a state only partly fills its
+    pages.
     """
     with hybrid(host) as cache:
         for length in (70, 90):

@@ -77,7 +77,7 @@ def test_a_swapped_request_is_fully_restored(context: Context, rows: int) -> Non
 def test_the_kernel_gets_the_addresses_of_each_tensor(
     monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
-    """Threads copy the same pieces instead of the kernel."""
+    """Threads copy the same pieces in the kernel's place."""
     pytest.importorskip("numpy")
     from pyvmem.memory import host_copies
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tests moving a request's pages to host memory and back, under the same addresses."""
+"""Tests moving a request's pages to host memory and back while their addresses stay the same."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Checks that a cache's calls do not wait for GPU work on pages that they do not need.
 
-An `FdEvent` stands for a kernel of an earlier owner that never completes: a call that waited for it
+An `FdEvent` stands in for an earlier owner's kernel that never completes: a call that waited for it
 would not return.
 """
 
@@ -364,7 +364,7 @@ def test_a_step_ahead_of_groups_does_not_wait_for_their_pages(
 
 @contextmanager
 def over_at_the_end(work: FdEvent) -> Iterator[None]:
-    """Completes the work at the end, so that a cache can be closed after a failed test."""
+    """Completes the work at the end, so that the cache can be closed even if the test fails."""
     try:
         yield
     finally:
@@ -547,7 +547,7 @@ def test_a_step_ahead_promises_a_busy_slot_only_available_pages(
 def test_growth_of_a_busy_slot_delays_no_other_request(
     context: Context, work: FdEvent, zero_fill: bool
 ) -> None:
-    """Neither the other requests in the same call nor the slot's next owner wait."""
+    """Neither the other requests in the call nor the slot's next owner has to wait."""
     with small_cache(context, max_batch=2, zero_fill=zero_fill) as cache:
         other = started(cache, ROWS)
         busy(cache, work)
@@ -583,7 +583,7 @@ def test_a_budget_that_reclaims_waits_for_nothing(context: Context, work: FdEven
 def test_a_slow_driver_call_delays_no_step_while_pages_are_mapped_ahead(
     context: Context, work: FdEvent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`step_async` maps pages ahead; then a map call hangs on the worker."""
+    """`step_async` maps pages ahead, and then a map call hangs on the worker thread."""
     submit = context.submit
 
     def slow(ops: Any, after: Any = (), *rest: Any, **options: Any) -> Any:
@@ -617,7 +617,7 @@ def waiting(call: Callable[[], Any], work: FdEvent) -> Iterator[list[Any]]:
     """Makes a call in another thread, where it waits for the work; yields a list that receives its
     result.
 
-    The work completes at the end of the block, and then the call returns.
+    At the end of the block, the work completes and the call returns.
     """
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(call()), daemon=True)

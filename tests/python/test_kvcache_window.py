@@ -38,7 +38,7 @@ WINDOW = {"window": 8, "window_tile": 4, "max_seq_len": 12 * ROWS}
 
 
 def mapped(cache: KVCache, reqid: int = 0) -> int:
-    """Waits until no unmap is in flight; returns the mapped pages per tensor."""
+    """Waits until no unmap is in flight; returns the number of mapped pages per tensor."""
     eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
     return cache.snapshot()[reqid].mapped_pages
 
@@ -250,8 +250,8 @@ def test_calls_that_a_window_does_not_allow(context: Context) -> None:
 
 @pytest.mark.parametrize("length", [5, 8 + 4 + 3 * ROWS + 1, 12 * ROWS - 3])
 def test_swapping_copies_the_rows_in_the_window(context: Context, length: int) -> None:
-    """Rows outside the window are not copied, and their pages are unmapped again; all other rows
-    are intact.
+    """Rows outside the window are not copied, and their pages are unmapped again; the rows inside
+    it are intact.
     """
     with small_cache(context, max_batch=1, **WINDOW) as cache:
         cache.alloc_reqid()
@@ -428,7 +428,7 @@ def test_a_fork_needs_its_window_mapped(context: Context) -> None:
 
 
 def test_rows_of_a_forked_window_are_truncated(context: Context) -> None:
-    """A page that both requests share is copied for the truncated request."""
+    """A page shared by both requests is copied for the one that is truncated."""
     with small_cache(context, **WINDOW) as cache:
         parent = decoded(cache, 5 * ROWS)
         child = cache.fork(parent)

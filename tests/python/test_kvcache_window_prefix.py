@@ -14,7 +14,7 @@ from pyvmem.kvcache import LayeredCache, LayerShape
 
 TENSORS = 2 * LAYERS
 WINDOW: dict[str, Any] = {"window": 8, "window_tile": 4, "max_seq_len": 12 * ROWS}
-KEPT = 12  # rows before the next token that must be mapped
+KEPT = 12  # rows that must be mapped before the next token
 
 
 def ids(*runs: tuple[int, int]) -> list[int]:
@@ -27,7 +27,7 @@ def tag(token: int) -> int:
 
 
 def prefill(cache: KVCache, tokens: list[int]) -> int:
-    """Starts a request with these rows, computed in one step, so that all of them are mapped."""
+    """Starts a request and computes these tokens' rows in one step, so that all are mapped."""
     reqid = cache.alloc_reqid(len(tokens))
     assert reqid is not None
     extend(cache, reqid, 0, tokens)
@@ -46,7 +46,7 @@ def extend(cache: KVCache, reqid: int, low: int, tokens: list[int], by: int = 0)
 
 
 def decoded(cache: KVCache, tokens: list[int]) -> int:
-    """Starts a request with these rows, computed one at a time, so only its window is mapped."""
+    """Starts a request and computes these tokens' rows one by one; only its window stays mapped."""
     reqid = cache.alloc_reqid(len(tokens))
     assert reqid is not None
     extend(cache, reqid, 0, tokens, by=1)

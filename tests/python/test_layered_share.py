@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Checks that a fork, prefix or swap takes effect in all of several unequal layers or in none."""
+"""Checks that a fork, prefix or swap takes effect in all of a cache's unequal layers or in none."""
 
 from __future__ import annotations
 

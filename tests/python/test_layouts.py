@@ -72,7 +72,7 @@ def test_llama_3_8b(choice: Choice, bound_mb: float, at_once: int, tokens: int) 
     [("Llama-3-8B", 1, (4, 8, 16, 128)), ("Yi-34B", 2, (7.5, 15, 30, 240))],
 )
 def test_waste_by_page_size(model: str, ranks: int, megabytes: tuple[float, ...]) -> None:
-    """Checks the bound in table 8 of the vAttention paper, which counts both ranks for Yi-34B."""
+    """Compares the bound with table 8 of the vAttention paper, which counts Yi-34B's two ranks."""
     shape = SHAPES[model].on_ranks(ranks)
     found = [cost(shape, Choice(1, size), ONE, GB).waste_bound / MB for size in PAGE_SIZES]
     assert found == list(megabytes)
@@ -356,8 +356,8 @@ def test_attention_time_grows_with_the_cache_and_with_shared_layers() -> None:
             assert more >= fewer - 0.02, size
     for group in groups:
         assert attention_time(2 * MB, group, 32, 140 * GB) < 1.03
-        # The time depends on the bytes that a layer reads; with half of the layers, that is half of
-        # the bytes.
+        # The time depends on the bytes that one layer reads: 64 layers in 32 GB take the same time
+        # as 32 layers in 16 GB.
         assert attention_time(64 * KB, group, 64, 32 * GB) == times[group][5]
 
 
@@ -392,7 +392,7 @@ def test_the_times_of_mixed_entries_match_the_kept_run() -> None:
 
 
 def test_a_tensor_per_layer_if_groups_gain_nothing() -> None:
-    """Strided rows are not worth it if they save no calls and change the batch by less than 1%."""
+    """Strided rows are not worth it if they save no calls and gain less than 1% in batch size."""
     considered = [Choice(group, 2 * MB) for group in (8, 1, 2)]
     best = advise(LLAMA, [Request(100_000, 10_240)], 60 * GB, considered).best
     assert best.choice == Choice(1, 2 * MB)

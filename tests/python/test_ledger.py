@@ -129,7 +129,7 @@ def test_host_memory_is_counted_over_all_devices(folder: Path) -> None:
     b.close()
     d = of("GPU-a", "d", 4 * GIB)
     e = of("GPU-b", "e", 100 * GIB, host_limit=0)
-    f = of("GPU-b", "f", 0)  # requests no host memory, so no limit stops it
+    f = of("GPU-b", "f", 0)  # requests no host memory, so no limit applies
     for account in (a, c, d, e, f):
         account.close()
 
@@ -143,7 +143,7 @@ def test_engines_that_start_together_stay_within_host_memory(
     def slowly(self: Ledger, word: str, but: str = "") -> int:
         found = count(self, word, but)
         with suppress(threading.BrokenBarrierError):
-            both.wait(0.2)  # leaves the other engine time to count
+            both.wait(0.2)  # gives the other engine time to count
         return found
 
     monkeypatch.setattr(Ledger, "total_beside", slowly)
@@ -259,7 +259,7 @@ def test_a_short_engine_asks_engines_above_their_floors(folder: Path) -> None:
 
 
 def test_asks_and_gives_are_signalled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All other engines are signaled, but not for a repeated or smaller request."""
+    """A request signals all other engines, unless it is a repeated or smaller one."""
     a, b = join(folder, "a"), join(folder, "b")
     first = a.signals()
 
@@ -437,7 +437,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 def host_memory_of(folder: Path, device: str, nbytes: int) -> Account:
-    """Joins as an engine that requests this much of the engines' 6 GiB of host memory."""
+    """Joins as an engine that requests `nbytes` of the 6 GiB of host memory for all engines."""
     book = Ledger(device, folder=folder)
     return book.join("c", **TERMS, host=nbytes, host_limit=6 * GIB)
 
@@ -505,7 +505,7 @@ def test_a_forked_child_does_not_keep_its_parents_slot(folder: Path) -> None:
         assert names(folder) == ["b"]
         parent.stdin.write("\n")
         parent.stdin.flush()
-        # the child is alive, and the parent has its slot
+        # the child is alive, and its parent still has the slot
         assert parent.stdout.readline() == "True\n"
         parent.send_signal(signal.SIGKILL)
         parent.wait()
@@ -804,7 +804,7 @@ def test_a_missing_directory_named_by_the_environment(
 def test_no_engine_has_run_yet(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first engine creates the default directory; until then it does not exist."""
+    """The default directory does not exist until the first engine creates it."""
     monkeypatch.delenv("VMEM_LEDGER", raising=False)
     monkeypatch.setattr(ledger, "_FOLDER", str(folder / "of-{}"))
     assert cli.main(["top", "--json"]) == 0
@@ -924,7 +924,7 @@ def reading(**more: float) -> top_table.Reading:
 
 @pytest.mark.parametrize("width", [24, 40, 60, 80, 100, 160])
 def test_top_on_a_narrow_terminal(width: int) -> None:
-    """On narrow terminals, whole columns are dropped; the remaining ones still show each engine's
+    """On a narrow terminal, whole columns are dropped; those that remain still show each engine's
     memory."""
     text = top_table.drawn(reading(), width)
     title, heading, line = text.splitlines()
@@ -935,7 +935,7 @@ def test_top_on_a_narrow_terminal(width: int) -> None:
 
 
 def test_top_draws_the_memory() -> None:
-    """The bar shows memory in use, cached memory, and other mapped memory of the GPU."""
+    """The bar shows the GPU memory that is in use, cached, and otherwise mapped."""
     line = top_table.drawn(reading(mapped=70 * GIB), 160).splitlines()[2]
     bar = line.split()[-1]
     assert re.fullmatch("#+=+-+", bar)

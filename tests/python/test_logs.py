@@ -17,7 +17,7 @@ TENSORS = 2 * LAYERS
 
 @pytest.fixture(autouse=True)
 def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forgets which warnings were already logged."""
+    """Forgets which warnings have already been logged."""
     monkeypatch.setattr(logs, "_last", {})
 
 
@@ -126,8 +126,8 @@ def test_disabled_warnings_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_debug_logs_of_other_packages_are_not_kept(caplog: pytest.LogCaptureFixture) -> None:
-    """Imitates torch's compiler, which logs at DEBUG regardless of the root logger's level: 34 MB
-    per run.
+    """Imitates torch's compiler, which logs 34 MB per run at DEBUG, regardless of the root logger's
+    level.
     """
     other = logging.getLogger("of-another-library")
     other.setLevel(logging.DEBUG)

@@ -62,7 +62,7 @@ def test_other_locations(context: pyvmem.Context) -> None:
 
 
 def test_admission_agrees_with_step(backend: str) -> None:
-    """A cache may be larger than its context: the context's limit then acts like the device's
+    """A cache may be larger than its context, whose limit then acts like the size of the device's
     memory.
     """
     with open_context(backend, mem_limit=64 * MIB, pool_low=0) as context:
@@ -87,7 +87,7 @@ def test_admission_agrees_with_step(backend: str) -> None:
 
 
 def test_defaults(backend: str) -> None:
-    """Memory in the pool counts as available: it is already allocated from the device."""
+    """Memory in the pool counts as available, because it is already allocated from the device."""
     with open_context(backend, mem_limit=64 * MIB) as context:
         context.warm(32 * MIB)
         assert available_bytes(context) >= 32 * MIB
@@ -194,8 +194,8 @@ print("filled", first // MIB, second // MIB)
 
 
 def test_in_a_group(tmp_path: Path) -> None:
-    """At the limit, a step returns -1 instead of getting the process killed. Page cache counts as
-    free, and the limit may change.
+    """At the limit, a step returns -1 instead of getting the process killed. The page cache counts
+    as free memory, and the limit may change.
     """
     pytest.importorskip("torch")
     with _group(1024 * MIB) as (group, limit):

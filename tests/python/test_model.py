@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Runs random operations and compares contents with a plain model after each step.
+"""Runs random operations and compares the memory with a plain model after each step.
 
 The memory is accessed only through Context.read, write, fill and copy, so that the same test runs
 on back ends whose memory the CPU cannot touch.
@@ -239,7 +239,7 @@ class Machine(RuleBasedStateMachine):
             else:
                 self.run_gated(ops, batch)
         except pyvmem.OutOfMemory:
-            # Pages are allocated operation by operation, so an earlier operation may run short
+            # Pages are allocated one operation at a time, so an earlier operation may run short
             # first.
             assert used + new > LIMIT // 3 or self.failed
         except pyvmem.VMemError as error:
@@ -316,7 +316,7 @@ class Machine(RuleBasedStateMachine):
     def batch_with_failing_calls(
         self, raw: list[dict[str, Any]], kinds: int, skip: int, count: int, worker: bool
     ) -> None:
-        """Driver calls fail within the batch, and possibly again during its rollback."""
+        """Driver calls fail during the batch, and possibly again during its rollback."""
         ops, batch = self.real_ops(raw)
         expected = self.expect(ops)
         error_number = errno.ENOMEM if kinds & pyvmem.Inject.HEAP else errno.EIO

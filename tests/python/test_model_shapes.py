@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Checks what the layers of every language model in the installed transformers store."""
+"""Checks what each layer stores, for every language model in the installed transformers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LANGUAGE = sorted(
     }
 )
 NOT_MADE = {"gemma4_assistant", "musicgen", "musicgen_melody", "vision-encoder-decoder"}
-"""Models whose own defaults some version of transformers rejects."""
+"""Models whose default configuration is rejected by some version of transformers."""
 
 REFUSED = {
     "bart": "a decoder that attends to an encoder also stores the encoder's rows",
@@ -70,7 +70,7 @@ def written(config: Any, folder: Path) -> str:
 
 
 def test_every_model_has_shapes_or_a_listed_error(tmp_path: Path) -> None:
-    """The models in ANSWERED have shapes, even if their configuration is read from a file; those in
+    """Models in ANSWERED have shapes, even if their configuration is read from a file; those in
     REFUSED raise the listed error. Any other model may have shapes or raise a pyvmem error.
     """
     answers: dict[str, str] = {}
@@ -151,7 +151,7 @@ def kept(config: Any) -> list[Any]:
             _, heads, _, wide = layer.keys.shape
             window = getattr(layer, "sliding_window", 0)
             found.append(LayerShape(heads, wide, layer.values.shape[3], window))
-    # Up to 5.22, layers that reuse another layer's keys are missing from the cache.
+    # In versions up to 5.22, layers that reuse another layer's keys are missing from the cache.
     return found + [EmptyShape()] * (config.num_hidden_layers - len(found))
 
 
@@ -175,8 +175,7 @@ def test_the_shapes_match_the_models_cache(name: str) -> None:
 
 
 def test_a_nested_configuration_inherits_the_outer_dtype(tmp_path: Path) -> None:
-    """As in Gemma 3's file, the text model is a nested section, and the dtype is outside that
-    section."""
+    """As in Gemma 3's file, the text model is a nested section, and the dtype is outside of it."""
     text = {"num_hidden_layers": 6, "model_type": "gemma3_text", "sliding_window": 64}
     values = {"model_type": "gemma3", "text_config": text, "torch_dtype": "float16"}
     (tmp_path / "config.json").write_text(json.dumps(values))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Checks that the extension follows the header, is complete, exports only the symbols that it must,
-and is separate from a second libvmem.
+"""Checks that the extension matches the header, is complete, exports only the symbols that it has
+to, and is separate from a second libvmem.
 """
 
 from __future__ import annotations

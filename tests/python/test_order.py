@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Checks that a call is ordered after the stream or event passed to it, and after no other."""
+"""Checks that a call is ordered after the stream or event passed to it, and after nothing else."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ def test_the_error_names_what_was_wrong() -> None:
 
 
 def test_a_closed_event_names_no_descriptor() -> None:
-    """Another file may have the closed descriptor's number by now."""
+    """Another file may have been given the closed descriptor's number by then."""
     with FdEvent.create() as event:
         assert event.fd >= 0
     with pytest.raises(InvalidArgument, match=r"FdEvent\(-1\) is negative"):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Tests tensor parallelism: each rank has a cache; all ranks return the same results, share one
-budget and learn of failures.
+budget and learn of each other's failures.
 
 Ranks are processes that use gloo (parallel_ranks.py); tests that need only one rank use a group of
 one.
@@ -210,8 +210,8 @@ def test_the_slot_freed_last_comes_first(cache: ParallelKVCache) -> None:
 
 
 def test_a_second_step_async_counts_what_requests_own(cache: ParallelKVCache) -> None:
-    """Unowned pages in a slot whose growth is in flight count as available, whether or not it has
-    finished."""
+    """Unowned pages in a slot that `step_async` is growing count as available, whether or not the
+    growth has finished."""
     assert cache.alloc_reqid() == 0
     assert cache.step([48, 0, 0, 0]) == 0
     cache.free_reqid(0)
@@ -536,7 +536,7 @@ def reset(cache: ParallelKVCache) -> None:
 def test_an_interrupted_call_is_complete_or_undone_or_fails_the_rank(
     cache: ParallelKVCache, call: Callable[[ParallelKVCache], Any]
 ) -> None:
-    """Unless the rank has failed, its state is as before the call or as after it."""
+    """Unless the rank has failed, its state is the one from before the call or from after it."""
     reset(cache)
     before = state_of(cache)
     call(cache)
@@ -620,7 +620,7 @@ def test_a_lost_group_fails_the_rank(
 
 
 def test_exceptions_that_leave_a_block_of_together(cache: ParallelKVCache) -> None:
-    """The other ranks learn of all errors except those that the cache itself raises for invalid
+    """The other ranks learn of every error except those that the cache itself raises for invalid
     arguments.
     """
     with pytest.raises(RankFailed, match="a block of together"), cache.together():

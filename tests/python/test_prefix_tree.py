@@ -315,7 +315,7 @@ def test_uneven_pages() -> None:
 
 
 class Model:
-    """Keeps every recorded prefix in whole units, with the time of its last use."""
+    """Keeps every recorded prefix, in whole units, and the time of its last use."""
 
     def __init__(self, unit: int) -> None:
         self.tree: Tree = PrefixTree(unit)
@@ -558,8 +558,8 @@ def test_the_root_has_no_span() -> None:
 
 
 def test_an_interrupted_use_leaves_a_valid_eviction_order() -> None:
-    """Only some nodes of the path are marked as used at that point; children must still be evicted
-    first.
+    """The interrupted call has marked only some nodes of the path as used; children must still be
+    evicted first.
     """
     for point in range(1, 1000):
         tree = Tree(UNIT)

@@ -144,7 +144,7 @@ def test_a_failure_to_free_memory_does_not_leave_the_ledger(context: Context, fo
         assert announced.report()
         assert shown(folder, context)[0].used > least
         context.inject(Inject.UNMAP)
-        order(folder, context, "mine", least)  # the cache's thread gets the failure and retries
+        order(folder, context, "mine", least)  # fails on the cache's thread, which retries
         eventually(lambda: [one.used <= least for one in shown(folder, context)] == [True])
         assert announced.report()
 

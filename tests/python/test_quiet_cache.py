@@ -178,7 +178,7 @@ def test_an_event_kept_over_a_long_rollout_delays_no_free() -> None:
 
 
 def test_trim_unmaps_pages_requested_by_a_freed_fork(context: Context) -> None:
-    """Growth was in flight when the fork was freed; no request waits for it."""
+    """The fork is freed while its growth is in flight; no request waits for that growth."""
     with small_cache(context) as cache:
         parent = cache.alloc_reqid()
         assert parent == 0

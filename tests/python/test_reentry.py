@@ -106,7 +106,7 @@ def test_a_handler_that_calls_the_cache_gets_an_error(called: str, handler: str)
 
 
 def test_a_section_may_call_through_other_functions() -> None:
-    """Any call inside a section belongs to it, even through another function."""
+    """Any call inside a section belongs to it, even if made through another function."""
     with Context("host", granule=PAGE) as context, filled(context) as cache:
 
         @contextlib.contextmanager
@@ -275,7 +275,7 @@ def test_wrapped_methods_are_not_an_interruption(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_dropped_transformers_cache_is_closed_during_another_caches_call() -> None:
-    """The collector finds the dropped cache during a call to another cache in the same budget."""
+    """The dropped cache is garbage-collected during a call to another cache in the same budget."""
     transformers = pytest.importorskip("transformers")
     from pyvmem.hf import VMemCache
 
@@ -300,7 +300,7 @@ def test_a_dropped_transformers_cache_is_closed_during_another_caches_call() -> 
             dropped = VMemCache(config, 2, 96, context=context, budget=budget, page_size=PAGE)
             put(lives, 8, 1.0)
             put(dropped, 40, 2.0)
-            dropped.itself = dropped  # only the collector can free it
+            dropped.itself = dropped  # only the garbage collector can free it
             del dropped
             calling = Handler(at, lambda: (gc.collect(), None)[1])
             calling.run(lambda: put(lives, 40, 1.0))
@@ -493,7 +493,7 @@ def test_events_are_kept_during_a_keep_of_others() -> None:
 
 
 def test_a_buffer_collected_during_a_call_of_its_resource() -> None:
-    """cuda.core closes a buffer that the collector finds."""
+    """cuda.core closes a buffer that is garbage-collected."""
     pytest.importorskip("cuda.core")
     from pyvmem.memory_resource import VMemResource
 
@@ -588,7 +588,7 @@ def test_a_buffer_whose_stream_was_closed_before_its_free() -> None:
 
 
 def test_a_callback_closes_the_requests_of_a_cache() -> None:
-    """close() runs the calls queued behind the callback's own call."""
+    """close() runs the calls that are queued behind the one whose callback calls it."""
     with Context("host", granule=PAGE) as context, filled(context) as cache:
         requests = RequestCache(cache)
         one, two = requests.admit([1] * 10), requests.admit([2] * 10)

@@ -39,7 +39,7 @@ def lose(make: Callable[[], Context]) -> int:
 
 @pytest.fixture(autouse=True, params=["ignore", "error"])
 def warned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Sets the action for ResourceWarning."""
+    """Runs each test with ResourceWarning ignored, and again with it raised as an error."""
     # pytest's own hook would keep the objects alive
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     with warnings.catch_warnings():
@@ -70,7 +70,7 @@ def test_any_number_of_contexts_can_be_dropped() -> None:
 
 @pytest.mark.parametrize("called", [False, True])
 def test_an_unused_cache_ends_with_its_context(called: bool) -> None:
-    """Includes a caller that was interrupted before it received the cache."""
+    """Covers a caller that was interrupted before it received the cache."""
 
     def make() -> Context:
         cache = KVCache(small_config(PAGE), backend="host")

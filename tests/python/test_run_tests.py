@@ -149,7 +149,7 @@ def test_a_command_in_a_line(command, text):
 
 
 def test_the_other_pythons(monkeypatch, capsys):
-    """Runs every Python except the one in build/venv: a missing Python is reported, and a failure
+    """Tests every Python except the one in build/venv: a missing Python is reported, and a failure
     does not stop the others.
     """
     found = {one: f"/usr/bin/python{one}" for one in ("3.11", "3.12", "3.13", "3.14")}

@@ -192,7 +192,7 @@ def test_without_the_patched_driver(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Prints one line, exits with a distinct status, and names the testable back ends."""
+    """Prints one line, exits with a distinct status, and names back ends that can be tested."""
     file = tmp_path / "report.json"
     if patched:
         (tmp_path / "uvm_vmem_max_pinned").touch()
@@ -222,7 +222,7 @@ def test_a_failed_driver_test_is_a_failure(
 
 
 def test_the_default_back_end_is_tested(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without --backend, the report names the back ends that were passed over, and why."""
+    """Without --backend, the report says which back ends were passed over, and why."""
     file = tmp_path / "report.json"
     assert cli.main(["selftest", "--samples", "0", "--out", str(file)]) == 0
     report = json.loads(file.read_text())

@@ -145,7 +145,7 @@ def test_all_but_page_0_is_unmapped_when_everything_is_free(memory: KVMemory) ->
 
 
 def test_nothing_is_mapped_ahead_once_everything_was_cleared(memory: KVMemory) -> None:
-    """Sleep clears the pool this way shortly after the last step."""
+    """Going to sleep clears the pool like this, shortly after the last step."""
     pool = open_pool(memory, reserve=32 * 1024, idle=600.0)
     pool.step_begins(None)
     pool.clear()
@@ -289,7 +289,7 @@ def test_a_request_is_answered_within_two_checks(
 
 
 def test_freed_memory_is_used_immediately(memory: KVMemory, tmp_path: Path, clock: Clock) -> None:
-    """An engine short of memory retries 10 ms after its last round, not 50 ms."""
+    """An engine short of memory retries 10 ms after its last round, rather than 50 ms."""
     with beside(memory, tmp_path) as (pool, other):
         assert other.take(4 * GRANULE * 9)
         other.end_pending(4 * GRANULE * 9)
@@ -304,7 +304,7 @@ def test_freed_memory_is_used_immediately(memory: KVMemory, tmp_path: Path, cloc
 
 
 def test_memory_mapped_ahead_is_requested(memory: KVMemory, tmp_path: Path) -> None:
-    """The next requests then find that memory."""
+    """The next requests will then find that memory available."""
     with beside(memory, tmp_path, reserve=1 << 20) as (pool, other):
         assert pool.reserve == 5, "an eighth of the limit"
         assert other.take(4 * GRANULE * 9)
@@ -483,7 +483,7 @@ def test_ranks_decide_alike_despite_differences(opened: Callable[..., KVMemory])
         ended, kept = memory.finished, dict[int, str]()
 
         def finished() -> dict[int, str]:
-            """Completes some moves late, and retries some."""
+            """Reports some moves late, and some as busy."""
             kept.update(
                 {one: "busy" if own.random() < 0.1 else why for one, why in ended().items()}
             )

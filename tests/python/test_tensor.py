@@ -54,7 +54,7 @@ def rsv(context: pyvmem.Context) -> Any:
 
 
 def settle(context: pyvmem.Context) -> None:
-    """Waits for work on torch's stream; our library uses other streams."""
+    """Waits for work on torch's stream, because our library uses other streams."""
     if context.cuda_device is not None:
         torch.cuda.synchronize()
 
@@ -65,7 +65,7 @@ def counts(context: pyvmem.Context) -> tuple[int, ...]:
 
 
 def test_no_memory_is_touched(backend: str) -> None:
-    """Uses a terabyte of address space without pages; reading one byte crashes the process."""
+    """Uses a terabyte of address space with no pages behind it, so reading a byte would crash."""
     with open_context(backend) as context:
         size = 1 << 40
         plain = pyvmem.Caps.PLAIN in context.info.caps and backend != "host"

@@ -24,8 +24,8 @@ def empty(context: pyvmem.Context, after: Any = ()) -> pyvmem.Ticket:
 
 
 def failing(context: pyvmem.Context, addr: int, pages: pyvmem.Pages) -> pyvmem.Ticket:
-    """Returns the ticket of a finished batch that was to consume `pages`, but whose only map call
-    failed.
+    """Returns the ticket of a finished batch that was supposed to consume `pages`, but whose only
+    map call failed.
     """
     batch = pyvmem.OpBatch(1)
     batch.map(addr, context.info.granule, pages, consume=True)

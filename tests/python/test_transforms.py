@@ -51,7 +51,7 @@ class Layer(torch.nn.Module):  # type: ignore[misc]
 
 @pytest.fixture
 def layers() -> Iterator[list[Layer]]:
-    """Yields two equal layers, each with its own cache, so that neither sees the other's rows."""
+    """Yields two identical layers with separate caches, so that neither sees the other's rows."""
     with open_context("host") as context:
         config = KVCacheConfig(1, 2, 16, "float32", 2, 4096)
         with KVCache(config, context=context) as one, KVCache(config, context=context) as other:

@@ -2,7 +2,8 @@
 """Tests `stock` on any driver, and what `auto` chooses, with simulated kernel modules.
 
 tests/softcuda/softrm.c imitates the driver named by each case, with the differences that the case
-lists. All cases run in one child, because a library can only be preloaded at a program's start.
+lists. All cases run in one child process, because a library can only be preloaded when a program
+starts.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ VERSIONS = [
     *("615.71.01", "620.6"),
 ]
 NEWER = ["600.1", UNKNOWN, "999.99.99"]
-# Differences from a known driver, each with its error. tests/c/test_unknown_driver.c checks every
-# call.
+# Differences from a known driver, each with the error that it causes.
+# tests/c/test_unknown_driver.c checks every call.
 LIES = {
     "longer:UVM_MAP_EXTERNAL_ALLOCATION": "UVM_MAP_EXTERNAL_ALLOCATION: the driver did not write",
     "moved:UVM_FREE": "UVM_FREE: the driver did not write the status field",
@@ -128,8 +129,8 @@ def test_an_unknown_driver_is_used_with_a_warning(software: dict[str, str]) -> N
 
 
 def test_rejected_drivers(software: dict[str, str]) -> None:
-    """Drivers that are too old are always rejected, unknown drivers only on request; an
-    invalid setting is an error.
+    """Drivers that are too old are always rejected, and unknown drivers only on request; an invalid
+    setting is an error.
     """
     texts = {
         ("525.147.05", "", ""): ("ENODEV", "driver 525.147.05 is too old: 530 or later is needed"),
@@ -164,7 +165,7 @@ SEEN = [
 def test_the_report_covers_what_opening_cannot_check(
     version: str, lie: str, outcome: str, text: str, software: dict[str, str], tmp_path: Path
 ) -> None:
-    """Checks that need a faulting kernel run in the self-test, in a child with CUDA."""
+    """Checks that need a faulting kernel run in the self-test, in a child process with CUDA."""
     pytest.importorskip("cuda.bindings")
     file = tmp_path / "report.md"
     command = [sys.executable, "-m", "pyvmem", "probe", "--report", str(file)]

@@ -54,7 +54,7 @@ def test_changes(tmp_path: Path, name: str, found: list[str]) -> None:
 def test_a_version_with_missing_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Uses a wheel in which none of the names exists."""
+    """Uses a wheel that has none of the names."""
     source(tmp_path / "vllm", BEFORE)
     with zipfile.ZipFile(tmp_path / "after.whl", "w") as wheel:
         wheel.writestr("vllm/__init__.py", "")

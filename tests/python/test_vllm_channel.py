@@ -20,7 +20,7 @@ PAGE, BLOCKS = 64 << 10, 64
 
 
 class Rank:
-    """A rank that returns prepared answers; a `lost` rank does not answer."""
+    """A rank that returns canned answers; a `lost` rank does not answer."""
 
     def __init__(self, log: list[str], name: str, lost: str = "", **answers: Any) -> None:
         self.log, self.name, self.lost, self.answers = log, name, lost, answers
@@ -89,7 +89,7 @@ def test_free_memory_comes_from_the_last_answer() -> None:
     asked = a.ask
 
     def growing(name: str, argument: Any = None) -> Callable[[], Any]:
-        """Simulates growth by another thread after the ranks were asked."""
+        """Simulates growth by another thread right after the ranks have been asked."""
         answer = asked(name, argument)
         if name == "poll":
             assert ranks.grow([Run(0, 2, 1)]) is None

