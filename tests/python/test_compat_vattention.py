@@ -131,7 +131,7 @@ def test_return_values_and_free_blocks(page: int) -> None:
     vattention.reserve_physical_pages(10 * 2 * LAYERS * page)
     rows = page // ROW
     assert vattention.alloc_new_batch_idx(rows + 1) == 0
-    # the request's length reserves two blocks, which are not mapped yet
+    # two blocks are reserved for the request's length, but not mapped yet
     assert vattention.num_free_kvblocks() == 8
     assert held() == 0
     assert vattention.step([rows + 1, 0, 0, 0], False) is None  # type: ignore[func-returns-value]

@@ -300,7 +300,7 @@ def test_copy_and_buffers(context: pyvmem.Context, rsv: pyvmem.Reservation, page
 
 
 def test_opbatch_matches_the_structure() -> None:
-    """Sets each field to a different value, and checks the fields of the C structure."""
+    """Sets each field to a different value and checks the fields of the C structure."""
     batch = pyvmem.OpBatch(6)
     with pyvmem.Context("host") as context, context.create(65536) as pages:
         batch.map(1, 2, pages, 3, 4, 5, readonly=True, consume=True, offset_stride=25)
@@ -362,7 +362,7 @@ def test_batch(context: pyvmem.Context, rsv: pyvmem.Reservation, page: int, how:
 def test_pages_are_replaced_under_their_address(
     context: pyvmem.Context, rsv: pyvmem.Reservation, page: int
 ) -> None:
-    """Copies contents to new pages, then maps these at the old addresses."""
+    """Copies contents to new pages, then maps the new pages at the old addresses."""
     batch = pyvmem.OpBatch(2)
     batch.populate(rsv.addr, page, count=2, stride=2 * page)
     context.batch(batch)
@@ -772,7 +772,7 @@ def test_close_completes_or_cancels_waiting_batches(backend: str) -> None:
     batch.populate(rsv.addr, page)
     with pyvmem.FdEvent.create() as gate:
         context.submit(batch, after=[gate])
-        context.close()  # must return although the gate never opens
+        context.close()  # must return even though the gate never opens
 
 
 def test_two_contexts(backend: str) -> None:

@@ -357,7 +357,7 @@ def test_admission_rolls_back_if_memory_vanishes(
             assert prefix.length == 3 * ROWS
             monkeypatch.undo()
             assert admitted(cache, prefix).length == 3 * ROWS
-        # the request resumes where the failed admission had mapped the prefix
+        # the request resumes in the slot into which the failed admission had mapped the prefix
         assert kv(cache).stats().prefix_resumed == 1
 
 
@@ -1090,8 +1090,8 @@ def test_ranks_have_no_background_calls(host: Context) -> None:
 
 
 def test_a_callback_that_exits_its_thread_stops_nothing_else() -> None:
-    """`Future` lets exceptions other than `Exception` propagate into the thread that makes the
-    calls.
+    """`Future` lets exceptions that do not derive from `Exception` propagate into the thread that
+    makes the calls.
     """
 
     def leave(_: Any) -> None:
