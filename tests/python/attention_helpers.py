@@ -51,8 +51,8 @@ def filled(
     poison: bool = True,
     **changes: Any,
 ) -> Iterator[KVCache]:
-    """Yields a cache whose requests hold random rows; the rest of their pages is filled with NaN,
-    or with zeros if `poison` is false.
+    """Yields a cache whose requests hold random rows; the rest of their pages hold NaN, or zeros if
+    `poison` is false.
     """
     values: dict[str, Any] = {
         "num_layers": LAYERS,

@@ -49,7 +49,7 @@ from pyvmem import BadHandle, Context, InvalidArgument, KVCache
 from pyvmem.kvcache import Budget, SwappedRequest
 from pyvmem.kvcache.cache import GroupView
 
-LIMIT = 8  # seconds for a call, and for all checks after it
+LIMIT = 8  # seconds allowed for a call, and for all checks after it
 PACKAGE = str(Path(pyvmem.__file__).parent) + "/"
 
 
@@ -123,7 +123,7 @@ class Interrupts:
     _known: dict[CodeType, Instructions] = {}  # noqa: RUF012
 
     def __init__(self, *at: int, package: str = PACKAGE) -> None:
-        """`at` holds the number of the first point that raises, counted from 1, then the number of
+        """`at` gives the number of the first point that raises, counting from 1, then the number of
         points from there to the second one, and so on.
         """
         self._at = list(at)

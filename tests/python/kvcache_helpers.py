@@ -142,7 +142,7 @@ def rows_are_zero(cache: KVCache, reqid: int, low: int, high: int) -> bool:
 
 
 def without(context: pyvmem.Context, caps: pyvmem.Caps) -> None:
-    """Makes a context report fewer capabilities. Tests have no other way to get a weaker back end.
+    """Makes a context report fewer capabilities, the only way for tests to get a weaker back end.
 
     The cache uses only the reported capabilities; libvmem still uses all that the back end has.
     """
@@ -301,7 +301,7 @@ class Model:
             timer.join()
 
     def grow_now(self, more: dict[int, int], ahead: bool) -> None:
-        """Grows some requests, and writes the new rows."""
+        """Grows some requests and writes the new rows."""
         want = self.lengths()
         for reqid, count in more.items():
             want[reqid] = min(want[reqid] + count, self.cache.config.max_seq_len)

@@ -3,7 +3,7 @@
 
 It predicts the class of a batch's first error; if there is none, it changes its own state as the
 batch should change the context. Lengths are in granules. A granule's contents are four quarters,
-each filled with one byte value, or None if unknown.
+each filled with a single byte value, or None if unknown.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ def crowded(rank: Any) -> Any:
         if rank.index == 1:
             assert caught(cache.stats) == own, "every other call must fail before check_step"
         caught_by.append(caught(cache.check_step))
-        # The next step reports the background failure, and takes part in the agreement.
+        # The next step reports the background failure and takes part in the agreement.
         assert cache.step_async([32] * 4) == 0
         caught_by.append(caught(lambda: together(cache, [32] * 4)))
         out["caught"] = caught_by

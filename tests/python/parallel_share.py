@@ -2,7 +2,7 @@
 """A plain model of one rank's cache: the pages that requests own, and the contents of their rows.
 
 One seed, the same on every rank, determines the calls; each rank's own seed determines how long its
-work takes. The model numbers the pages, so it knows whether memory suffices for a call.
+work takes. The model numbers the pages, so it knows whether there is enough memory for a call.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RankModel:
     """Drives a cache at random and checks every answer; the ranks compare `answers`.
 
     Args:
-        cache: has no window, and eight rows per page.
+        cache: has no window and eight rows per page.
         rank: this rank's index, and the number of ranks; every rank writes different rows.
         seed: seeds the random choices; it is the same on every rank.
         work: starts GPU work that completes later, at a different time on every rank.

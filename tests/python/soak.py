@@ -220,7 +220,7 @@ class Endless:
         reqid, length = taken
         assert length in (0, len(lease.tokens))
         assert reqid not in self.tokens
-        if not length:  # GPU work holds up the free slots
+        if not length:  # the free slots still wait for GPU work
             self.count("lease held up")
             self.leases.append(lease)
         self.tokens[reqid] = lease.tokens[:length]
@@ -250,7 +250,7 @@ class Endless:
         return None if self.random.random() < 0.5 else self.late.create()
 
     def fire(self: Any) -> None:
-        """Mostly leaves completion to the thread, so that calls often wait for unfinished work."""
+        """Usually leaves completion to the thread, so that calls often wait for unfinished work."""
         if self.random.random() < 0.2:
             self.late.fire()
 
@@ -291,7 +291,7 @@ class Endless:
                 self._check_tensors(part)
 
     def _check_tensors(self: Any, part: KVCache) -> None:
-        """Checks the rows as a kernel reads them."""
+        """Reads the rows as a kernel would, and checks them."""
         if not has_tensors(part):
             return
         size = part.layout.row_bytes
@@ -333,7 +333,7 @@ class Endless:
         tokens, tags, swapped = before
         slots = self.first.snapshot()
         self.tokens, self.tags, self.swapped = {}, {}, []
-        for lease in self.leases:  # the call may have used the lease, or trimmed the cache
+        for lease in self.leases:  # the call may have used the lease or trimmed the cache
             lease.lost = True
         for one in swapped:
             if one[0].is_open:
@@ -389,8 +389,8 @@ class SoakEngine(EngineModel):
 
 
 def described(cache: KVCache) -> Iterator[str]:
-    """Yields the state of a cache, one line each: first the plain records, then values whose
-    reading polls batches.
+    """Yields the state of a cache line by line: first the plain records, then values whose reading
+    polls batches.
     """
     for group in cache._groups:
         yield str(group.config)

@@ -390,7 +390,7 @@ def test_shapes_that_flex_attention_supports_on_a_gpu(
 def test_narrow_values_block_by_block(
     monkeypatch: pytest.MonkeyPatch, groups: int, new: int, rows: int, window: int
 ) -> None:
-    """Compares whole and chunked prompts, with attention over a latent, to one masked SDPA call."""
+    """Compares attention over a latent with one masked SDPA call, for whole and chunked prompts."""
     q, k = torch.randn(2, new, 4, 24), torch.randn(2, rows, groups, 24)
     v = k[..., :16]
     mask = torch.ones(new, rows, dtype=torch.bool).tril(rows - new)

@@ -25,16 +25,16 @@ U64 = 2**64
 def refused(
     context: pyvmem.Context, error: type[pyvmem.VMemError], *, calls: bool = False
 ) -> Iterator[pytest.ExceptionInfo[pyvmem.VMemError]]:
-    """Checks that the block raises exactly `error` and leaves the context as before.
+    """Checks that the block raises exactly `error` and leaves the context unchanged.
 
     If `calls` is true, the call may reach the driver or the pool, so counters and high-water marks
-    may change, but all other state must be as before.
+    may change, but all other state must be unchanged.
     """
 
     def state() -> dict[str, int]:
         record = dataclasses.asdict(context.stats())
         ignored = {"driver_ns", "worker_driver_ns"}
-        if context.cuda_device is not None:  # pages are zeroed in the background, at any time
+        if context.cuda_device is not None:  # pages may be zeroed in the background
             ignored |= {"dirty_bytes", "mappings", "slab_calls", "fill_calls"}
         if calls:
             ignored |= {"slab_calls", "map_calls", "unmap_calls", "fill_calls"}

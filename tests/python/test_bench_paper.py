@@ -51,7 +51,7 @@ def test_every_picture_can_be_drawn_from_kept_results() -> None:
 
 
 def _made_up(folder: Path) -> Results:
-    """Writes runs in the benchmarks' format, with meaningless numbers."""
+    """Writes runs in the benchmarks' format, with made-up numbers."""
     arms = ("contiguous", "2M", "paged16", "paged128")
     figures = ("makespan", "tokens", "first50", "first99", "between50", "between99")
     rows = [

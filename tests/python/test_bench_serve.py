@@ -599,7 +599,7 @@ def test_workloads_choose_and_shift_the_requests_of_a_trace(tmp_path: Path) -> N
 
 
 def test_all_arms_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "_SAMPLE_S", 0.0)  # sample at every step
+    monkeypatch.setattr(loop, "_SAMPLE_S", 0.0)  # sample on every step
     ready: list[int] = []
     take = Slots.take
 

@@ -355,7 +355,7 @@ def test_batch(context: pyvmem.Context, rsv: pyvmem.Reservation, page: int, how:
     batch.unmap(rsv.addr, 8 * page, holes=True)
     run(batch)
     assert context.stats().used_bytes == 0
-    run(batch)  # the same batch succeeds again, although all ranges are holes now
+    run(batch)  # the same batch succeeds again, even though all ranges are now holes
     assert context.stats().mapped_bytes == 0
 
 
@@ -612,7 +612,7 @@ def test_join(context: pyvmem.Context, rsv: pyvmem.Reservation, page: int) -> No
 def test_nth_failing_call_changes_nothing(
     context: pyvmem.Context, rsv: pyvmem.Reservation, page: int, kind: pyvmem.Inject
 ) -> None:
-    """Fails the 1st, 2nd, ... driver call of a batch until the batch succeeds."""
+    """Fails each call of this kind that a batch makes, one at a time, until the batch succeeds."""
     with context.create(2 * page) as pages:
         rsv.map(8 * page, pages)
         rsv.fill(8 * page, 2 * page, 4)

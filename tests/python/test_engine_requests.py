@@ -284,7 +284,7 @@ def test_a_truncation_without_memory_reports_what_its_copy_needs(host: Context) 
 def test_admission_checks_memory_before_it_allocates(host: Context) -> None:
     with requests(host, memory_limit=memory(5, host), growth_fraction=0) as cache:
         computed(cache, PROMPT[: 2 * ROWS], room=0)
-        # Admission reserves the pages, before the prompt is computed.
+        # Admission reserves the pages before the prompt is computed.
         second = admitted(cache, PROMPT[: 2 * ROWS], room=1)
         short = cache.admit(PROMPT[:ROWS], room=0)
         assert isinstance(short, Shortage)
@@ -781,8 +781,8 @@ def test_a_call_that_completes_during_the_check_still_reports_busy(
 
 @contextmanager
 def while_it_runs(cache: RequestCache, name: str, call: Callable[[], Any]) -> Iterator[None]:
-    """Runs a call in another thread, and blocks it on entry to the cache's method `name` until the
-    block ends.
+    """Runs a call in another thread, but holds it on entry to the cache's method `name` until the
+    ``with`` block ends.
 
     Checks that the call succeeded.
     """

@@ -596,7 +596,7 @@ def cleanup() -> Steps:
 
 
 def close_retired() -> Steps:
-    """Closes a retired manager: a tensor was alive when the manager was cleaned up."""
+    """Closes a manager that was retired because a tensor was still alive at cleanup."""
     tensors = _configured()
     vattention.cleanup()
     del tensors
