@@ -21,7 +21,7 @@ LAYERS = 2
 
 @dataclass(frozen=True)
 class Case:
-    """A batch: its requests in token order, with the number of new tokens and the length of each.
+    """A batch: its requests in token order, each with its number of new tokens and its length.
     Together they determine which path a kernel takes.
     """
 
@@ -51,8 +51,8 @@ def filled(
     poison: bool = True,
     **changes: Any,
 ) -> Iterator[KVCache]:
-    """Yields a cache whose requests hold random rows; the rest of their pages is filled with NaN,
-    or with zeros if `poison` is false.
+    """Yields a cache whose requests hold random rows; the rest of their pages hold NaN, or zeros if
+    `poison` is false.
     """
     values: dict[str, Any] = {
         "num_layers": LAYERS,
@@ -110,8 +110,8 @@ def queries(cache: KVCache, case: Case, repeat: int) -> torch.Tensor:
 
 
 def fill(cache: LayeredCache, case: Case, poison: bool = True) -> None:
-    """Writes random values to the visible rows, and NaN to all other mapped rows, or zeros if
-    `poison` is false.
+    """Writes random values to the visible rows, and NaN (zeros if `poison` is false) to all other
+    mapped rows.
     """
     torch.manual_seed(3)
     lens = [0] * 6

@@ -43,7 +43,7 @@ def compiled(function: Any, **more: Any) -> Any:
 
 
 def generates(model: Any, rows: int, length: int) -> None:
-    """Checks `generate` with a VMemCache against the plain model, greedily and with beam search."""
+    """Checks `generate` with a VMemCache against the plain model, with greedy and beam search."""
     model = model.to(DEVICE)
     dice = torch.Generator().manual_seed(5)
     ids = torch.randint(1, VOCABULARY, (2, 9), generator=dice).to(DEVICE)
@@ -85,8 +85,8 @@ def recurrent() -> None:
 
 
 def attention() -> None:
-    """Checks `Attention` and `Writer` in one graph without a graph break; each token overwrites its
-    own row.
+    """Checks `Attention` and `Writer` in a single graph without graph breaks; each token overwrites
+    its own row.
     """
     config = KVCacheConfig(2, 2, 16, "float32", max_batch=4, max_seq_len=65536)
     with KVCache(config, backend=WHERE) as cache:

@@ -18,8 +18,8 @@ import pytest
 import pyvmem
 
 # Torch's threads spin at barriers. On a busy machine, they take CPU time from the very threads that
-# they wait for: with two other processes on two cores, torch ran eight times slower. Torch reads
-# the variable when it is imported, which a test does later.
+# they wait for: with two other processes on two cores, torch ran eight times slower. Torch is
+# imported later, by a test, and reads the variable then.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
@@ -35,7 +35,7 @@ def usable_backends() -> list[str]:
 
 
 def open_context(backend: str, **options: object) -> pyvmem.Context:
-    """Opens a context with the back end's smallest granule that tests can afford."""
+    """Opens a context with the smallest granule that tests can afford on the back end."""
     options.setdefault("granule", HOST_GRANULE if backend == "host" else 0)
     return pyvmem.Context(backend, **options)  # type: ignore[arg-type]
 
@@ -58,7 +58,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def has_cuda() -> bool:
-    """Returns true if GPU memory can become a torch tensor here."""
+    """Returns true if torch can access GPU memory here."""
     import torch
 
     return bool(torch.cuda.is_available())
@@ -67,7 +67,7 @@ def has_cuda() -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skips tests that need CUDA tensors on a patched driver without CUDA (a software GPU).
 
-    If --points is above a test's default, raises its time limit.
+    If --points is given, raises the time limit of the tests that use it.
     """
     reason = "needs torch tensors over GPU memory, and there is no CUDA here"
     for item in items:
@@ -92,14 +92,14 @@ def short_collections() -> None:
 
 @pytest.fixture
 def points(request: pytest.FixtureRequest) -> int | None:
-    """The value of ``--points``: 0 stands for all points, None for the test's default."""
+    """The value of ``--points``: 0 means all points, None the test's default."""
     asked = request.config.getoption("--points")
     return 0 if asked == "all" else int(asked) if asked else None
 
 
 @pytest.fixture
 def context(backend: str) -> Iterator[pyvmem.Context]:
-    """Opens a context; checks its invariants when the test is over."""
+    """Opens a context and checks its invariants after the test."""
     ctx = open_context(backend)
     yield ctx
     gc.collect()

@@ -15,10 +15,12 @@ __all__ = ["HERE", "HOW", "OLD", "checked_versions"]
 HERE = transformers.__version__
 VERSION = ".".join(HERE.split(".")[:2])
 OLD = VERSION == "5.17"
-"""True for 5.17, which requires equal layers, cannot fork requests, and calls a page a block."""
+"""True for transformers 5.17, which requires equal layers, cannot fork requests, and calls a page a
+block.
+"""
 
 HOW: dict[str, Any] = {"block_size" if OLD else "page_size": 16}
-if "auto_switch_to_flash" in transformers.ContinuousBatchingConfig.__annotations__:  # from 5.19 on
+if "auto_switch_to_flash" in transformers.ContinuousBatchingConfig.__annotations__:  # since 5.19
     HOW["auto_switch_to_flash"] = False
 """Arguments of a `ContinuousBatchingConfig`: small blocks, and the model's own attention."""
 

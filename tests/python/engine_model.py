@@ -50,7 +50,7 @@ class EngineModel:
 
     Attributes:
         stream: unfinished GPU work, or None.
-        more: upper bound on the new tokens that a prompt adds.
+        more: the most new tokens that a prompt adds.
     """
 
     def __init__(self, cache: KVCache, seed: int) -> None:
@@ -72,7 +72,7 @@ class EngineModel:
     # ---- contents of rows ------------------------------------------------------------------------
 
     def tag(self, space: Namespace | None, ids: list[int]) -> int:
-        """Returns the tag of the last id's row, which is the same in every request."""
+        """Returns the tag of the last id's row, determined by the namespace and all these ids."""
         return self.known.setdefault((space, *ids), len(self.known) + 1)
 
     def tags(self, space: Namespace | None, ids: list[int]) -> list[int]:
@@ -218,7 +218,7 @@ class EngineModel:
                 assert life.request.state is State.SWAPPED
 
     def settle(self, call: Call) -> None:
-        """Waits for a background call, and acts on its result."""
+        """Waits for a background call and acts on its result."""
         self.calls.remove(call)
         try:
             result = call.future.result()
@@ -333,7 +333,7 @@ class EngineModel:
         pick = self.random.random()
         if pick < 0.5:
             self.cache.trim(prefixes=self.random.random() < 0.3)
-        elif pick < 0.8 and (idle := self.idle()):  # frees its slot without the engine
+        elif pick < 0.8 and (idle := self.idle()):  # frees its slot behind the engine's back
             life = self.random.choice(idle)
             self.lives.remove(life)
             self.cache.free_reqid(life.request.slot)

@@ -11,15 +11,15 @@ looks at its eval breaker
   POP_JUMP_BACKWARD_IF_* and RESUME;
 - 3.12 and 3.13: after CALL, CALL_KW, CALL_FUNCTION_EX, JUMP_BACKWARD and RESUME.
 
-The points are the union of these places over all versions: after each of these instructions, even
+The points are the union of these places across all versions: after each of these instructions, even
 if it calls a Python function, and wherever a frame starts or resumes. A frame that resumes because
 an exception is thrown into its generator does not count. That includes an unfinished generator that
-is dropped, as `any` may do.
+is dropped, for example by `any`.
 
 `Interrupted` is raised before the next instruction runs. If that instruction and the call have
 different exception handlers (``return f()`` inside ``with``), the point is skipped: CPython would
-enter the call's handler, and tracing cannot do so. Finalizers, whose exceptions are lost, and
-frames of other packages are skipped too.
+enter the call's handler, which tracing cannot do. Finalizers, whose exceptions are lost, and frames
+of other packages are skipped too.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from pyvmem import BadHandle, Context, InvalidArgument, KVCache
 from pyvmem.kvcache import Budget, SwappedRequest
 from pyvmem.kvcache.cache import GroupView
 
-LIMIT = 8  # seconds for a call, and for all checks after it
+LIMIT = 8  # seconds allowed for a call, and for all checks after it
 PACKAGE = str(Path(pyvmem.__file__).parent) + "/"
 
 
@@ -103,7 +103,7 @@ class Instructions:
             }
 
     def place(self, offset: int) -> str:
-        """Returns the file and the line of an instruction."""
+        """Returns the file and line of an instruction."""
         line = max((at for at in self._lines if at <= offset), default=0)
         return f"{self.file}:{self._lines.get(line)}"
 
@@ -123,7 +123,7 @@ class Interrupts:
     _known: dict[CodeType, Instructions] = {}  # noqa: RUF012
 
     def __init__(self, *at: int, package: str = PACKAGE) -> None:
-        """`at` holds the number of the first point that raises, counted from 1, then the number of
+        """`at` gives the number of the first point that raises, counting from 1, then the number of
         points from there to the second one, and so on.
         """
         self._at = list(at)
@@ -132,7 +132,7 @@ class Interrupts:
         self.count = 0
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """Makes the call; returns its result or passes its exception on."""
+        """Makes the call and returns its result; exceptions propagate."""
         collecting = gc.isenabled()
         gc.disable()  # a collection would run finalizers at different points each time
         try:
@@ -310,8 +310,7 @@ class Alarm:
         self._due = math.inf
 
     def ring(self, *_: object) -> None:
-        # If another thread received the signal, it may be delivered only after the alarm has been
-        # set again.
+        # A signal that another thread received may arrive only after the alarm has been set again.
         if time.monotonic() >= self._due:
             raise self._error
 
@@ -347,7 +346,7 @@ Cache = KVCache
 
 
 def is_over(cache: Cache) -> bool:
-    """Returns true if a cache is closed, or half closed so that only close() may be called."""
+    """Returns true if a cache is closed, or half closed, so that only close() may be called."""
     return cache._closed or cache._manager._closing
 
 
@@ -457,14 +456,12 @@ class Engine:
         for cache in self.caches:
             if not is_over(cache):
                 cache.check_integrity()
-            elif not cache._closed:  # it may have released everything by now
+            elif not cache._closed:  # the cache may have released everything by now
                 with pytest.raises(BadHandle, match=r"half closed|is closed"):
                     cache.check_integrity()
 
     def check_rows(self) -> None:
-        """Checks every row of every request; those of a leaving request only while its slot is
-        taken.
-        """
+        """Checks every row of every request; skips a leaving request once its slot is free."""
         for (cache, reqid), tags in self.held.items():
             if is_over(cache):
                 continue
@@ -488,7 +485,7 @@ class Engine:
             assert not self._locked, "the lock is still held"
 
     def unknown(self, cache: Cache) -> list[int]:
-        """Returns the taken slots that belong to no request of the engine."""
+        """Returns the taken slots that belong to none of the engine's requests."""
         slots = parts(cache)[0].snapshot()
         return [s.reqid for s in slots if s.state == "active" and (cache, s.reqid) not in self.held]
 
@@ -499,8 +496,8 @@ class Engine:
                 cache.free_reqid(reqid)
 
     def ordinary(self) -> None:
-        """Grows a new request in every cache to its full length; it may take the memory of all
-        other requests.
+        """Grows a new request in every cache to its full length, freeing all other requests if
+        necessary.
         """
         for cache in self.caches:
             if is_over(cache):
@@ -585,13 +582,13 @@ Call = Callable[[], Any]
 Steps = Iterator[Call]
 Scenario = Callable[[Engine], Steps]
 """A scenario prepares an engine and yields the call to interrupt. It then makes the call again and
-checks its effect, whether the first call was interrupted or completed. If the function has an
-attribute `context`, it holds options for the engine's context. Failures that a scenario injects
-stop after the call."""
+checks its effect, whether the first call was interrupted or completed. If the function has a
+`context` attribute, that holds options for the engine's context. Failures that a scenario injects
+last only until the call ends."""
 
 
 def again(call: Call) -> Generator[Call, None, Any]:
-    """Yields the call, then makes it a second time and returns that result."""
+    """Yields the call, then makes it a second time and returns the second result."""
     yield call
     return call()
 
@@ -651,7 +648,7 @@ def _told(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Silences warnings about leaked objects, which these tests leak on purpose."""
+    """Silences warnings about the objects that these tests leak on purpose."""
     hook = sys.unraisablehook
 
     def unraisable(args: Any) -> None:
@@ -723,8 +720,8 @@ def measure(scenario: Scenario, alarm: Alarm, backend: str = "host") -> int:
 def run_after(
     scenario: Scenario, seconds: float, alarm: Alarm, backend: str = "host"
 ) -> tuple[Outcome, float]:
-    """Runs a scenario, interrupted by a real signal; also returns the seconds that the call
-    took.
+    """Runs a scenario, interrupted by a real signal; also returns how long the call took, in
+    seconds.
     """
     took = 0.0
 

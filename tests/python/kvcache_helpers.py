@@ -55,8 +55,8 @@ def small_cache(context: pyvmem.Context, **changes: Any) -> Iterator[KVCache]:
 def policy_cache(
     context: pyvmem.Context, policy: dict[str, Any], limit: int, **changes: Any
 ) -> KVCache:
-    """Returns a cache for random engines with a memory limit of `limit` pages per tensor, unless
-    the policy sets its own `limit`.
+    """Returns a cache for random engines, limited to `limit` pages per tensor unless the policy
+    sets its own `limit`.
     """
     page, options = context.info.granule, {"limit": limit, **policy, **changes}
     options["memory_limit"] = options.pop("limit") * 2 * LAYERS * page
@@ -142,7 +142,7 @@ def rows_are_zero(cache: KVCache, reqid: int, low: int, high: int) -> bool:
 
 
 def without(context: pyvmem.Context, caps: pyvmem.Caps) -> None:
-    """Makes a context report fewer capabilities. Tests have no other way to get a weaker back end.
+    """Makes a context report fewer capabilities, the only way for tests to get a weaker back end.
 
     The cache uses only the reported capabilities; libvmem still uses all that the back end has.
     """
@@ -197,7 +197,7 @@ def pending() -> Iterator[FdEvent]:
 
 @contextlib.contextmanager
 def firing_later(event: FdEvent) -> Iterator[list[bool]]:
-    """Sets the event from another thread, and appends True to the yielded list just before that."""
+    """Sets the event from another thread, appending True to the yielded list just before."""
     fired: list[bool] = []
 
     def fire() -> None:
@@ -259,7 +259,7 @@ def state(cache: KVCache) -> tuple[Any, ...]:
 
 
 class Model:
-    """Drives a cache and keeps the expected contents of every row.
+    """Drives a cache and keeps track of the expected contents of every row.
 
     Every new row must read as zero before it is written. When the cache returns -1 because memory
     is short, its state must be unchanged; the model then frees a request.
@@ -301,7 +301,7 @@ class Model:
             timer.join()
 
     def grow_now(self, more: dict[int, int], ahead: bool) -> None:
-        """Grows some requests, and writes the new rows."""
+        """Grows some requests and writes the new rows."""
         want = self.lengths()
         for reqid, count in more.items():
             want[reqid] = min(want[reqid] + count, self.cache.config.max_seq_len)
@@ -312,8 +312,8 @@ class Model:
         if self.cache.step(want) == -1:
             assert not ahead, "step must succeed after step_async reserved the pages"
             after = state(self.cache)
-            # The state is unchanged unless pages were reclaimed or work in flight has completed
-            # since.
+            # The state is unchanged unless pages were reclaimed or in-flight work has completed
+            # since then.
             assert (
                 after[0] == before[0]
                 or after[7] > before[7]
@@ -365,7 +365,7 @@ class Model:
     def fire(self) -> None:
         """Completes all GPU work."""
         if self.cache.context.cuda_device is not None:
-            torch.cuda.synchronize()  # the writes so far are the work that the events stand for
+            torch.cuda.synchronize()  # the events stand for the writes so far
         while self.events:
             event = self.events.pop()
             event.set()
@@ -405,7 +405,7 @@ class Model:
 
 
 def started(cache: KVCache, rows: int, tag: float = 1.0) -> int:
-    """Allocates a request of `rows` rows, all with one tag."""
+    """Allocates a request of `rows` rows, all with the same tag."""
     reqid = cache.alloc_reqid(rows)
     assert reqid is not None
     grown(cache, reqid, 0, rows, tag)
@@ -413,7 +413,7 @@ def started(cache: KVCache, rows: int, tag: float = 1.0) -> int:
 
 
 def grown(cache: KVCache, reqid: int, low: int, rows: int, tag: float) -> None:
-    """Grows a request to `rows` rows, and writes the rows from `low` on with this tag."""
+    """Grows a request to `rows` rows and writes the rows from `low` onward with this tag."""
     want = [slot.seq_len for slot in cache.snapshot()]
     want[reqid] = rows
     assert cache.step(want) == 0

@@ -3,7 +3,7 @@
 
 It predicts the class of a batch's first error; if there is none, it changes its own state as the
 batch should change the context. Lengths are in granules. A granule's contents are four quarters,
-each filled with one byte value, or None if unknown.
+each filled with a single byte value, or None if unknown.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Op:
     value: int = 0
     found: list[int] = field(
         default_factory=list
-    )  # unmap, fill: what was mapped when it was checked
+    )  # unmap, fill: what was mapped when the operation was checked
 
     def pieces(self) -> list[int]:
         return [self.at + i * self.stride for i in range(self.count)]
@@ -138,7 +138,7 @@ class Model:
                 going.add(id(op.handle))
 
     def _check_arguments(self, op: Op) -> None:
-        """Checks the arguments, before any page: first the handle, then the operation's bounds."""
+        """Checks only the arguments, not the pages: the handle, then the operation's bounds."""
         if op.kind == "map":
             self._check_handle(op)
         if max(op.pieces()) + op.size > self.sizes[op.space]:
@@ -223,7 +223,7 @@ class Model:
             self.spaces[space].pop(at, None)
         rest = self.spaces[space].get(last)
         if rest is not None:
-            rest.start = True  # even if it continued a mapping that is now unmapped
+            rest.start = True  # it now starts a mapping, even if it was inside one before
 
     def forget_fills(self, ops: list[Op]) -> None:
         """Marks the target of each fill as unknown: a batch that failed while running may have

@@ -38,7 +38,7 @@ def with_tiers(backend: str, **options: Any) -> Context:
 
 
 def in_pieces(cache: KVCache, rows: int, by: int = ROWS) -> tuple[int, int]:
-    """Grows two requests in turn, page by page, so that no request has adjacent pages."""
+    """Grows two requests alternately, page by page, so that neither has adjacent pages."""
     one, two = cache.alloc_reqid(), cache.alloc_reqid()
     assert one is not None
     assert two is not None
@@ -51,8 +51,8 @@ def in_pieces(cache: KVCache, rows: int, by: int = ROWS) -> tuple[int, int]:
 
 
 def scatter(cache: KVCache, reqid: int, first: int = 0) -> None:
-    """Moves the pages from `first` on behind the cache's back: first the even ones, then the odd
-    ones.
+    """Moves the pages from `first` onward, behind the cache's back: first the even ones, then the
+    odd ones.
     """
     layout, page = cache.layout, cache.layout.page_size
     pages = cache.snapshot()[reqid].mapped_pages - first
@@ -92,7 +92,7 @@ def lens(cache: KVCache) -> list[int]:
 
 
 def settled(cache: KVCache, reqid: int) -> None:
-    """Steps until nothing is in flight for a request."""
+    """Steps until a request has nothing in flight."""
 
     def over() -> bool:
         assert cache.step(lens(cache)) == 0

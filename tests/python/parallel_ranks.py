@@ -3,7 +3,7 @@
 
     python parallel_ranks.py RANK RANKS STORE BACKEND [CALLS [SEED]]
 
-runs all scenarios, or a single one of CALLS random calls, and prints the results as one line of
+runs all scenarios, or only one that makes CALLS random calls, and prints the results as one line of
 JSON. With BACKEND ``host`` the ranks use gloo; otherwise they use NCCL, with one GPU per rank.
 Ranks sleep for different lengths of time, and their GPU work completes at different times.
 """
@@ -80,7 +80,7 @@ class Rank:
     def work(self) -> FdEvent:
         """Starts GPU work, which sometimes completes so late that several calls find it unfinished.
 
-        On rank 0, work that is not that slow is already complete on return.
+        On rank 0, all other work is already complete on return.
         """
         event = FdEvent.create()
         slow = self.random.random() < 0.2

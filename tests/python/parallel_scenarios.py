@@ -57,7 +57,7 @@ def model_of(rank: Any, cache: ParallelKVCache, seed: int) -> RankModel:
 
 
 def shared_pages(rank: Any) -> Any:
-    """Runs random engines that use every function of a cache, mostly short of memory."""
+    """Runs random engines that use every function of a cache, usually with too little memory."""
     played = []
     for seed, policy in enumerate(POLICIES):
         with rank.cache(max_batch=SLOTS, **policy) as cache:
@@ -137,8 +137,8 @@ def together(cache: ParallelKVCache, lens: list[int]) -> None:
 
 
 def agreeing(rank: Any, cache: ParallelKVCache) -> list[int]:
-    """Makes random steps; when a step returns -1, each request keeps its rows and the pages for
-    them, and no others.
+    """Makes random steps and checks that, when one returns -1, each request keeps its rows and only
+    the pages for them.
     """
     same, lens, answers = random.Random(5), [0] * 4, []
     alive: set[int] = set()
@@ -197,7 +197,7 @@ def crowded(rank: Any) -> Any:
         if rank.index == 1:
             assert caught(cache.stats) == own, "every other call must fail before check_step"
         caught_by.append(caught(cache.check_step))
-        # The next step reports the background failure, and takes part in the agreement.
+        # The next step reports the background failure and takes part in the agreement.
         assert cache.step_async([32] * 4) == 0
         caught_by.append(caught(lambda: together(cache, [32] * 4)))
         out["caught"] = caught_by

@@ -2,7 +2,7 @@
 """A plain model of one rank's cache: the pages that requests own, and the contents of their rows.
 
 One seed, the same on every rank, determines the calls; each rank's own seed determines how long its
-work takes. The model numbers the pages, so it knows whether memory suffices for a call.
+work takes. The model numbers the pages, so it knows whether there is enough memory for a call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["RankModel"]
 
 
 class Request:
-    """A request's rows as ids and tags, and the numbers of its pages."""
+    """A request: the ids and tags of its rows, and the numbers of its pages."""
 
     def __init__(self, ids: list[int], tags: list[int], pages: list[int]) -> None:
         self.ids = ids
@@ -33,11 +33,11 @@ class RankModel:
     """Drives a cache at random and checks every answer; the ranks compare `answers`.
 
     Args:
-        cache: has no window, and eight rows per page.
+        cache: has no window and eight rows per page.
         rank: this rank's index, and the number of ranks; every rank writes different rows.
         seed: seeds the random choices; it is the same on every rank.
         work: starts GPU work that completes later, at a different time on every rank.
-        dawdle: sleeps for a different time on every rank.
+        dawdle: sleeps for a different length of time on every rank.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RankModel:
         self.budget = cache.available_pages
         self.requests: dict[int, Request] = {}
         self.swapped: list[tuple[SwappedRequest, Request]] = []
-        # the page of each recorded sharing unit, by all ids up to the unit's end
+        # the page of each recorded sharing unit, keyed by all ids up to the unit's end
         self.recorded: dict[tuple[int, ...], int] = {}
         self.known: dict[tuple[int, ...], int] = {(0,): 0}
         self.numbers = 0
@@ -116,8 +116,8 @@ class RankModel:
         assert read_rows(self.cache, reqid, 0, one.tags)
 
     def write(self, reqid: int, ids: list[int]) -> None:
-        """Writes the rows of new tokens; their contents depend on all ids before them, and on the
-        rank.
+        """Writes the rows of new tokens; a row's contents depend on all ids up to its own, and on
+        the rank.
         """
         one = self.requests[reqid]
         low = len(one.ids)
@@ -150,7 +150,7 @@ class RankModel:
                 self.requests[reqid].pages += self.new_pages(count)
             if name == "step_async" and self.random.random() < 0.5:
                 self.random.choice((self.admit, self.fork, self.record))(self.any_request())
-                for reqid, one in self.requests.items():  # requests that were forked
+                for reqid, one in self.requests.items():  # including any that a fork created
                     want[reqid] = max(want[reqid], len(one.ids))
         for reqid, ids in more.items():
             self.write(reqid, ids[: want[reqid] - len(self.requests[reqid].ids)])

@@ -17,7 +17,7 @@ WORKER = Path(__file__).with_name("parallel_ranks.py")
 def run_ranks(
     backend: str, folder: Path, size: int = 2, *calls: int, seconds: float = 240
 ) -> dict[str, Any]:
-    """Runs all scenarios, or random calls if `calls` is passed: their number and optionally a seed.
+    """Runs all scenarios, or random calls if `calls` gives their number and optionally a seed.
 
     Returns:
         The results, which must be the same on all ranks.
@@ -35,7 +35,8 @@ def run_ranks(
         end = time.monotonic() + seconds
         running = True
         while running:
-            # If a rank fails, the others wait for it, and their errors are only consequences.
+            # Once a rank fails, the others wait for it in vain; their own errors are only a
+            # consequence.
             running = any(one.poll() is None for one in ranks)
             for rank, one in enumerate(ranks):
                 assert not one.poll(), (folder / f"{rank}.err").read_text()

@@ -73,6 +73,6 @@ def make_requests(
 
 
 def expected(loaded: LoadedModel, requests: list[Job]) -> dict[int, Reference]:
-    """Returns the answers of ``generate``, by request id."""
+    """Returns the answers from ``generate``, keyed by request id."""
     found = references(loaded, requests)
     return {request.request_id: item for request, item in zip(requests, found, strict=True)}

@@ -37,7 +37,7 @@ def row_bytes(cache: KVCache, tensor: int, tag: int) -> bytes:
 
 
 def write_rows(cache: KVCache, reqid: int, low: int, tags: list[int]) -> None:
-    """Writes rows with these tags from `low` on in every tensor."""
+    """Writes rows with these tags to every tensor, starting at row `low`."""
     size = cache.layout.row_bytes
     for tensor in range(cache.layout.num_tensors):
         data = b"".join(row_bytes(cache, tensor, tag) for tag in tags)
@@ -47,7 +47,7 @@ def write_rows(cache: KVCache, reqid: int, low: int, tags: list[int]) -> None:
 
 
 def read_rows(cache: KVCache, reqid: int, low: int, tags: list[int]) -> bool:
-    """Returns true if the rows from `low` on match, byte by byte, in every tensor."""
+    """Returns true if the rows from `low` onward have these tags in every tensor."""
     size = cache.layout.row_bytes
     return all(
         cache.reservation.read(cache.layout.offset(reqid, 0, tensor) + low * size, len(tags) * size)
@@ -69,7 +69,7 @@ def start(cache: KVCache, rows: int, first: int = 1, by: int = 0) -> int:
 
 
 def grow(cache: KVCache, reqid: int, low: int, rows: int, first: int = 1, by: int = 0) -> None:
-    """Grows a request to `rows` rows; the rows from `low` on get the tags ``first + row``."""
+    """Grows a request to `rows` rows; row `n`, from `low` onward, gets the tag ``first + n``."""
     for end in [*range(low + by, rows, by), rows] if by else [rows]:
         want = [slot.seq_len for slot in cache.snapshot()]
         want[reqid] = end
@@ -83,7 +83,7 @@ def whole(cache: KVCache, reqid: int, rows: int, first: int = 1) -> bool:
 
 
 def is_zero(cache: KVCache, reqid: int, low: int, rows: int) -> bool:
-    """Returns true if `rows` rows from `low` on are zero in every tensor."""
+    """Returns true if the `rows` rows starting at `low` are zero in every tensor."""
     size = cache.layout.row_bytes
     return not any(
         any(cache.reservation.read(cache.layout.offset(reqid, 0, t) + low * size, rows * size))
@@ -96,10 +96,10 @@ class ShareModel:
 
     Attributes:
         parts: the cache's groups of equal layers.
-        tokens: by reqid, the ids whose rows the request holds.
-        tags: by reqid, the contents of the rows.
+        tokens: the ids whose rows each request holds, by reqid.
+        tags: the contents of those rows, by reqid.
         waits: true if GPU work of freed requests may still be running when a call needs their
-            slots, as work on the current stream may be on a GPU.
+            slots, as is possible for work on a GPU's current stream.
     """
 
     waits = False
@@ -116,10 +116,10 @@ class ShareModel:
         self.events: list[FdEvent] = []
         self.known: dict[tuple[int, ...], int] = {}
         self.counts: dict[str, int] = {}
-        self.more = 20  # upper bound on a prompt's new tokens
+        self.more = 20  # the most new tokens in a prompt
 
     def tag(self, tokens: list[int]) -> int:
-        """Returns the tag of the last token's row, which is the same in every request."""
+        """Returns the tag of the last token's row, which depends only on these tokens."""
         return self.known.setdefault(tuple(tokens), len(self.known) + 1)
 
     def named(self, tokens: list[int]) -> tuple[list[int], Any]:
@@ -256,7 +256,7 @@ class ShareModel:
         assert self.length_of(tokens, leave=0) == len(tokens) // unit * unit
 
     def truncate(self, reqid: int) -> None:
-        """Truncates a request; if memory is short for a copy, nothing changes."""
+        """Truncates a request; if there is no memory for a copy, nothing changes."""
         self.fire()
         held = self.first.snapshot()[reqid].seq_len
         held = min(held, len(self.tokens[reqid]))

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Runs random engines over one context for a long time, against models that know every row.
+"""Runs random engines over one context for a long time, against models that track every row.
 
     python tests/python/soak.py --seconds 600 --backend stock --seed 7
     python tests/python/soak.py --steps 1000000 --log soak.log      # resumes from the log
 
 A run consists of rounds. Each has a context and one to three caches: a single cache, several that
 share a budget, or one of unequal layers, some with a window; each is driven by a model
-(share_helpers.py, test_kvcache_mixed_model.py). GPU work of freed requests is an FdEvent that a
-thread signals late. In a quiet phase, one cache is left alone while the others run more batches
+(share_helpers.py, test_kvcache_mixed_model.py). The GPU work of a freed request is an FdEvent that
+a thread signals late. In a quiet phase, one cache is left alone while the others run more batches
 than a context remembers. With ``--interrupts``, calls are interrupted at random points
 (interrupts_helpers.py), and the model then reads the cache's state to learn what the calls did.
 
@@ -125,7 +125,7 @@ class LateEvents:
 
 @dataclass
 class Lease:
-    """A lease on the match of a prefix of `tokens`; if `lost`, the match may have been evicted."""
+    """A lease on a match for a prefix of `tokens`; if `lost`, the match may have been evicted."""
 
     match: PrefixMatch
     tokens: list[int]
@@ -220,7 +220,7 @@ class Endless:
         reqid, length = taken
         assert length in (0, len(lease.tokens))
         assert reqid not in self.tokens
-        if not length:  # GPU work holds up the free slots
+        if not length:  # the free slots still wait for GPU work
             self.count("lease held up")
             self.leases.append(lease)
         self.tokens[reqid] = lease.tokens[:length]
@@ -250,7 +250,7 @@ class Endless:
         return None if self.random.random() < 0.5 else self.late.create()
 
     def fire(self: Any) -> None:
-        """Mostly leaves completion to the thread, so that calls often wait for unfinished work."""
+        """Usually leaves completion to the thread, so that calls often wait for unfinished work."""
         if self.random.random() < 0.2:
             self.late.fire()
 
@@ -263,7 +263,7 @@ class Endless:
         super().swap_out(reqid)  # type: ignore[misc]
 
     def step_ahead(self: Any) -> None:
-        """Grows requests in the background, by rows that no step may ever use."""
+        """Grows requests in the background, possibly by rows that no step ever uses."""
         longest = self.first.config.max_seq_len
         want = self.lens()
         for reqid, tokens in self.tokens.items():
@@ -291,7 +291,7 @@ class Endless:
                 self._check_tensors(part)
 
     def _check_tensors(self: Any, part: KVCache) -> None:
-        """Checks the rows as a kernel reads them."""
+        """Reads the rows as a kernel would, and checks them."""
         if not has_tensors(part):
             return
         size = part.layout.row_bytes
@@ -333,7 +333,7 @@ class Endless:
         tokens, tags, swapped = before
         slots = self.first.snapshot()
         self.tokens, self.tags, self.swapped = {}, {}, []
-        for lease in self.leases:  # the call may have used the lease, or trimmed the cache
+        for lease in self.leases:  # the call may have used the lease or trimmed the cache
             lease.lost = True
         for one in swapped:
             if one[0].is_open:
@@ -389,8 +389,8 @@ class SoakEngine(EngineModel):
 
 
 def described(cache: KVCache) -> Iterator[str]:
-    """Yields the state of a cache, one line each: first the plain records, then values that poll
-    batches.
+    """Yields the state of a cache line by line: first the plain records, then values whose reading
+    polls batches.
     """
     for group in cache._groups:
         yield str(group.config)
@@ -584,7 +584,7 @@ def main() -> int:
 
 
 def _run(options: argparse.Namespace, seed: int, steps: int, seconds: float = 0.0) -> Soak:
-    """Executes one run, which its seed reproduces; prints the result."""
+    """Executes one run, reproducible from its seed, and prints the result."""
     print(f"soak: {options.backend}, seed {seed}", flush=True)
     soak = Soak(options.backend, seed, interrupts=options.interrupts)
     begun = time.monotonic()
@@ -598,7 +598,9 @@ def _run(options: argparse.Namespace, seed: int, steps: int, seconds: float = 0.
 
 
 def _in_parts(options: argparse.Namespace) -> int:
-    """Executes runs of `part` steps, each with its own seed, until the log has `steps` of them."""
+    """Executes runs of `part` steps, each with its own seed, until the log adds up to `steps`
+    steps.
+    """
     lines = options.log.read_text().splitlines() if options.log.exists() else []
     found = [one for line in lines if (one := re.search(r"seed (\d+): (\d+) steps", line))]
     done = sum(int(one[2]) for one in found)

@@ -104,9 +104,7 @@ def _requests(case: Case) -> list[tuple[int, int, int]]:
 
 
 def test_a_batch_advances_in_its_own_tensors(context: pyvmem.Context) -> None:
-    """Checks that an advanced batch equals a new batch, and that invalid arguments change
-    nothing.
-    """
+    """Checks that an advanced batch equals a new one, and that invalid arguments change nothing."""
     with filled(context, MIXED) as cache:
         attend = Attention(cache)
         batch = attend.batch((5, 0), (1, 2), (9, 9))
@@ -148,7 +146,7 @@ def test_an_advanced_batch_gets_a_new_mask(host: pyvmem.Context) -> None:
 def test_a_chunk_too_large_for_torchs_decoding_kernel(
     host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch, rows: int, sharing: int, forced: bool
 ) -> None:
-    """Runs the GPU code path uncompiled; checks the options that select a kernel torch provides."""
+    """Runs the GPU code path uncompiled; checks when torch is told to avoid its decoding kernel."""
     from torch.nn.attention.flex_attention import flex_attention
 
     given = []
@@ -290,7 +288,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_block_table_of_a_contiguous_slot(host: pyvmem.Context, shape: Any) -> None:
-    """Checks every row's address, computed from its block number and its offset in the block."""
+    """Checks every row's address as computed from its block number and its offset in the block."""
     with filled(host, MIXED, **shape) as cache:
         attend = Attention(cache)
         batch = attend.batch(MIXED.reqids, MIXED.q_lens, MIXED.kv_lens)
@@ -344,9 +342,7 @@ def test_width_of_a_block_table() -> None:
 def test_the_paged_call_gets_what_it_needs(
     host: pyvmem.Context, shape: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replaces the op with a row-by-row implementation, and checks the call against the op's
-    schema.
-    """
+    """Replaces the op with a row-by-row implementation and checks calls against the op's schema."""
     monkeypatch.setattr(flash, "_fa3", lambda: flash._vllm_call(FakeOp()))
     for case in CASES:
         with filled(host, case, **shape) as cache:

@@ -116,7 +116,7 @@ def test_state_layers_and_layers_without_storage_are_skipped(host: pyvmem.Contex
 
 
 def test_the_block_mask_of_a_window_covers_the_visible_blocks(host: pyvmem.Context) -> None:
-    """Derives the columns that each row sees from the blocks and the mask, as compiled calls do."""
+    """Derives from the blocks and the mask which columns each row sees, as compiled calls do."""
     from pyvmem.attention import flex
 
     config = KVCacheConfig(1, 1, 16, "float32", max_batch=6, max_seq_len=1024)
@@ -284,8 +284,8 @@ def test_no_cpu_kernel_reads_8_bits(host: pyvmem.Context) -> None:
 def test_8_bit_rows_are_written_by_their_scales(
     host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks the kernel's inputs: rows quantized with the layer's scales, queries with their own,
-    and the descales.
+    """Checks the kernel's inputs: rows quantized with the layer's scales, queries quantized with
+    their own, and the descales.
     """
     got: dict[str, Any] = {}
 
@@ -302,7 +302,7 @@ def test_8_bit_rows_are_written_by_their_scales(
         attend = Attention(cache, "fa3-paged", scales=[(1, 1), ([0.5, 2.0], 0.25)])
         batch = attend.batch([0], [3], [3])
         key, value = torch.randn(2, 3, 2, 16, dtype=torch.bfloat16)
-        key[0, 0, 0] = 1000.0  # out of range: becomes the largest value
+        key[0, 0, 0] = 1000.0  # out of range: clamped to the largest value
         attend.write(1, key, value, batch)
         k, v = cache.k(1)[0, :3].float(), cache.v(1)[0, :3].float()
         scale = torch.tensor([0.5, 2.0])[:, None]
@@ -390,7 +390,7 @@ def test_shapes_that_flex_attention_supports_on_a_gpu(
 def test_narrow_values_block_by_block(
     monkeypatch: pytest.MonkeyPatch, groups: int, new: int, rows: int, window: int
 ) -> None:
-    """Compares whole and chunked prompts over a latent with a single masked SDPA call."""
+    """Compares attention over a latent with one masked SDPA call, for whole and chunked prompts."""
     q, k = torch.randn(2, new, 4, 24), torch.randn(2, rows, groups, 24)
     v = k[..., :16]
     mask = torch.ones(new, rows, dtype=torch.bool).tril(rows - new)

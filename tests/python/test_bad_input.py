@@ -25,16 +25,16 @@ U64 = 2**64
 def refused(
     context: pyvmem.Context, error: type[pyvmem.VMemError], *, calls: bool = False
 ) -> Iterator[pytest.ExceptionInfo[pyvmem.VMemError]]:
-    """Checks that the block raises exactly `error` and leaves the context as before.
+    """Checks that the block raises exactly `error` and leaves the context unchanged.
 
     If `calls` is true, the call may reach the driver or the pool, so counters and high-water marks
-    may change, but all other state must be as before.
+    may change, but all other state must be unchanged.
     """
 
     def state() -> dict[str, int]:
         record = dataclasses.asdict(context.stats())
         ignored = {"driver_ns", "worker_driver_ns"}
-        if context.cuda_device is not None:  # pages are zeroed in the background, at any time
+        if context.cuda_device is not None:  # pages may be zeroed in the background
             ignored |= {"dirty_bytes", "mappings", "slab_calls", "fill_calls"}
         if calls:
             ignored |= {"slab_calls", "map_calls", "unmap_calls", "fill_calls"}
@@ -112,7 +112,7 @@ def test_create_unsupported_page_size(context: pyvmem.Context, page: int, scale:
 
 
 def test_create_more_than_device_memory(context: pyvmem.Context) -> None:
-    """Checks that the call allocates nothing, which would leave other processes short of memory."""
+    """Checks that no slab is allocated, since that would leave other processes short of memory."""
     before = context.stats().slab_calls
     with refused(context, pyvmem.OutOfMemory, calls=True) as caught:
         context.create(1 << 56)
@@ -122,7 +122,7 @@ def test_create_more_than_device_memory(context: pyvmem.Context) -> None:
 
 def test_driver_out_of_memory_is_passed_on(context: pyvmem.Context, page: int) -> None:
     """Checks that the driver's error is raised once smaller slabs have failed too, and that the
-    context then works again.
+    context works again afterwards.
     """
     context.trim()
     context.inject(pyvmem.Inject.SLAB, 0, 100, errno.ENOMEM)
@@ -373,7 +373,7 @@ def test_double_free_of_a_reservation(context: pyvmem.Context, rsv: pyvmem.Reser
     rsv.close()
     with refused(context, pyvmem.NotReserved):
         _native.free(context.handle, rsv.addr, 0)
-    rsv.close()  # the object is already closed: this does nothing
+    rsv.close()  # already closed, so this does nothing
 
 
 def test_free_in_the_middle(context: pyvmem.Context, rsv: pyvmem.Reservation, page: int) -> None:
@@ -648,7 +648,7 @@ def test_size_zero(context: pyvmem.Context, rsv: pyvmem.Reservation, page: int) 
 
 def test_absurd_sizes(context: pyvmem.Context, rsv: pyvmem.Reservation, page: int) -> None:
     with refused(context, pyvmem.NotMapped) as caught:
-        context.read(rsv.addr, 1 << 62)  # rejected before Python's heap is asked for 4 EiB
+        context.read(rsv.addr, 1 << 62)  # rejected before Python tries to allocate 4 EiB
     assert caught.value.limit == rsv.nbytes
     with refused(context, pyvmem.AddressOverflow):
         context.fill(rsv.addr, U64 - 1)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Runs every command, and the functions that engines use, in the environments found in containers.
+"""Runs every command, and the functions that engines use, in environments like those in containers.
 
-The environments are: a user without a home and without a passwd entry, a read-only home, a full or
+The environments are: a user with no home directory and no passwd entry, a read-only home, a full or
 inaccessible /dev/shm, and no /proc. The interpreter may be in a directory that only root can read,
 so the user keeps the capability to read (but not to write) every file.
 """
@@ -32,14 +32,14 @@ PLACES = {
     "no /proc": "mount -t tmpfs none /proc",
 }
 SIMILAR = ("home cannot be written", "/dev/shm is closed")
-# Programs that import transformers, which takes ten seconds, run in fewer environments unless the
-# run is long.
+# Programs that import transformers, which takes ten seconds, run in fewer environments unless this
+# is a long run.
 FEWER = [
     pytest.param(place, marks=pytest.mark.long) if place in SIMILAR else place for place in PLACES
 ]
 MAIN = "import sys; from pyvmem.commands.cli import main; sys.exit(main(sys.argv[1:]))"
 
-# per command: arguments, exit status, and part of the only line on stderr
+# per command: arguments, exit status, and part of stderr's only line
 CALLS: dict[str, list[tuple[str, int, str]]] = {
     "probe": [("", 0, ""), ("--report", 0, ""), ("--json", 0, "")],
     "features": [("", 0, "")],
@@ -110,7 +110,7 @@ def spaces() -> None:
 
 @pytest.fixture(scope="module")
 def folder(spaces: None) -> Iterator[Path]:
-    """Creates a directory with a read-only `home` and with a world-writable `work` and `tmp`."""
+    """Creates a directory with a read-only `home`, and a world-writable `work` and `tmp`."""
     with tempfile.TemporaryDirectory(prefix="vmem-bare-") as name:
         path = Path(name)
         path.chmod(0o755)
@@ -198,7 +198,7 @@ def test_the_demo(place: str, folder: Path, model: Path) -> None:
 
 
 def _check(command: str, place: str, folder: Path, more: str = "") -> None:
-    """Runs a command's calls with the extra arguments `more`, and checks their results."""
+    """Runs each of a command's `CALLS` with the extra arguments `more` and checks the results."""
     for words, status, said in CALLS[command]:
         line = f"{words} {more}".split()
         done = _run(folder, place, ["-c", MAIN, command, *line])
@@ -233,8 +233,8 @@ def test_transformers_integration(place: str, folder: Path, model: Path) -> None
 @pytest.mark.parametrize("place", ["no home", "home cannot be written"])
 @pytest.mark.slow
 def test_where_a_converted_model_goes(place: str, folder: Path) -> None:
-    """The model goes to a private directory inside the temporary one, but not if another user has
-    created a directory of that name.
+    """The model goes to a private directory inside the temporary one; a directory of that name that
+    belongs to another user is rejected.
     """
     ask = "from pyvmem.serve.model import cache_dir; print(cache_dir())"
     own = folder / "tmp" / f"vmem-{UID}"

@@ -49,7 +49,7 @@ def test_a_load_fills_the_cache() -> None:
 
 class _Fleet:
     """Stands in for vLLM: a step takes the number of seconds given for its arm, and 1.5 times as
-    long in the first engine that is started.
+    long in the first engine started.
     """
 
     block_bytes, block_size, vocabulary, longest = 16 << 10, 16, 512, 4096

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Checks the page that compares published numbers with ours against the kept results."""
+"""Checks, against the kept results, the page that compares published numbers with ours."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_every_picture_can_be_drawn_from_kept_results() -> None:
 
 
 def _made_up(folder: Path) -> Results:
-    """Writes runs in the benchmarks' format, with meaningless numbers."""
+    """Writes runs in the benchmarks' format, with made-up numbers."""
     arms = ("contiguous", "2M", "paged16", "paged128")
     figures = ("makespan", "tokens", "first50", "first99", "between50", "between99")
     rows = [
@@ -91,7 +91,7 @@ def test_pictures_of_runs_that_are_not_kept_yet_can_be_drawn(tmp_path: Path) -> 
 
 
 def test_rows_of_serving_runs_match_the_runs(tmp_path: Path) -> None:
-    """Each arm's figures are those of the contiguous arm times the arm's own factor."""
+    """All figures of an arm have the same made-up value, so the ratio between two arms is known."""
     factors = {"contiguous": 8.0, "2M": 16.0, "paged16": 4.0, "static": 32.0, "again": 8.0}
     figures = ("tokens", "requests", "first50", "batch", "largest", "mapped", "used", "shared")
     for part in ("offline", "azure", "prefixes", "chat"):

@@ -118,9 +118,9 @@ def run(
 
 
 def answers(found: dict[tuple[int, int], Any], requests: Sequence[Request]) -> set[Any]:
-    """Returns the results that come after a whole prompt.
+    """Returns the results computed once a whole prompt has been read.
 
-    The others depend on where a prompt was split, and therefore on when it got memory.
+    The rest depend on where a prompt was split, and therefore on when it got memory.
     """
     return {(number, rows) for number, rows in found if rows >= requests[number].context}
 
@@ -162,9 +162,7 @@ def test_every_store_agrees_with_a_single_prefill(model: Decoder, kind: str) -> 
 
 @pytest.mark.parametrize("kind", ["slots", "16"])
 def test_recomputed_requests_get_the_same_logits(model: Decoder, kind: str) -> None:
-    """Memory does not suffice for all requests; preempted requests resume and end with the same
-    logits.
-    """
+    """Memory is too small for all requests; preempted ones resume and end with the same logits."""
     requests = [Request(60, 60), Request(50, 60), Request(40, 70)]
     with closing(make(kind, 4 << 20)) as store:
         ample, wanted = run(model, store, kernels(kind), requests)
@@ -601,7 +599,7 @@ def test_workloads_choose_and_shift_the_requests_of_a_trace(tmp_path: Path) -> N
 
 
 def test_all_arms_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "_SAMPLE_S", 0.0)  # sample at every step
+    monkeypatch.setattr(loop, "_SAMPLE_S", 0.0)  # sample on every step
     ready: list[int] = []
     take = Slots.take
 
@@ -742,7 +740,7 @@ def test_other_page_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_an_arm_that_fails_midway_leaves_no_memory_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The arm's store is closed although the error's traceback held its tensors."""
+    """The arm's store is closed even though the error's traceback held its tensors."""
     opened: list[Store] = []
     launch = Forward.launch
 

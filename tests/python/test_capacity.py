@@ -62,8 +62,8 @@ def by_littles_law(trace: list[tuple[int, int]], row: int, tensors: int, page: i
 
 
 def by_hand(trace: list[tuple[int, int]], row: int, tensors: int, page: int, memory: int) -> float:
-    """Computes the mean batch size while requests wait, from the trace alone, with one list of
-    lengths.
+    """Computes the mean batch size while requests wait, from the trace alone, by simply keeping a
+    list of lengths.
     """
     waiting, running = list(reversed(trace)), list[tuple[int, int]]()
     batch = iterations = 0
@@ -160,7 +160,7 @@ def test_a_real_cache_reaches_the_same_batch(
         assert cache.stats().short > 0
         cache.check_integrity()
         assert real == replay(requests, Pages(cache.layout, memory), shape.token_bytes)
-    assert real.preemptions > 0 or overread  # only overread leaves prompts room to grow
+    assert real.preemptions > 0 or overread  # overread leaves prompts room to grow
     assert real.max_batch > real.mean_batch > 4
 
 

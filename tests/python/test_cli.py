@@ -102,7 +102,7 @@ def outputs() -> list[list[str]]:
         [*words, option]
         for words, parser in parsers.items()
         for one in parser._actions
-        if one.nargs != 0  # without an argument, the option prints
+        if one.nargs != 0  # an option without an argument prints instead
         for option in one.option_strings
         if option in names
     ]

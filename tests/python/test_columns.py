@@ -28,7 +28,7 @@ PAGE, ROW = 4096, 100
 
 
 def columns_of(count: int, slots: list[Slot] | None = None, **place: int) -> Columns:
-    """Creates columns over `count` active slots, and appends the slots to `slots`."""
+    """Creates columns over `count` active slots and appends the slots to `slots`."""
     made = [Slot(index) for index in range(count)]
     for slot in made:
         slot.active = True
@@ -67,7 +67,7 @@ def test_a_scan_agrees_with_python(count: int) -> None:
         assert total == sum(rows) % (1 << 64)
         assert beyond == [i for i in range(count) if numbers[i] > columns.capacity[i]]
         assert list(columns.held_rows) == held
-        if most < 1 << 40:  # adopt the rows of every second scan
+        if most < 1 << 40:  # adopt the rows of some scans only
             columns.held_rows, held = rows, list(rows)
 
 

@@ -131,7 +131,7 @@ def test_return_values_and_free_blocks(page: int) -> None:
     vattention.reserve_physical_pages(10 * 2 * LAYERS * page)
     rows = page // ROW
     assert vattention.alloc_new_batch_idx(rows + 1) == 0
-    # the request's length reserves two blocks, which are not mapped yet
+    # two blocks are reserved for the request's length, but not mapped yet
     assert vattention.num_free_kvblocks() == 8
     assert held() == 0
     assert vattention.step([rows + 1, 0, 0, 0], False) is None  # type: ignore[func-returns-value]
@@ -146,7 +146,7 @@ def test_return_values_and_free_blocks(page: int) -> None:
 
 
 def test_the_best_fitting_id_is_allocated(page: int) -> None:
-    """The artifact instead keeps the first free id once that id has too few pages."""
+    """The artifact instead sticks with the first free id if that id has too few pages."""
     init(page)
     vattention.reserve_physical_pages(20 * 2 * LAYERS * page)
     rows = page // ROW
@@ -238,7 +238,7 @@ class CacheEngine:
 def test_an_engine_with_preemption_keeps_requests_separate(
     page: int, background: bool, megacache: bool
 ) -> None:
-    """Runs random requests with too little memory, and compares every row in every step."""
+    """Runs random requests with too little memory, and compares every row on every step."""
     dice = random.Random(3)
     engine = CacheEngine(page, 12, background, megacache)
     longest = engine.layers[0][0].shape[1]

@@ -300,7 +300,7 @@ def test_copy_and_buffers(context: pyvmem.Context, rsv: pyvmem.Reservation, page
 
 
 def test_opbatch_matches_the_structure() -> None:
-    """Sets each field to a different value, and checks the fields of the C structure."""
+    """Sets each field to a different value and checks the fields of the C structure."""
     batch = pyvmem.OpBatch(6)
     with pyvmem.Context("host") as context, context.create(65536) as pages:
         batch.map(1, 2, pages, 3, 4, 5, readonly=True, consume=True, offset_stride=25)
@@ -355,14 +355,14 @@ def test_batch(context: pyvmem.Context, rsv: pyvmem.Reservation, page: int, how:
     batch.unmap(rsv.addr, 8 * page, holes=True)
     run(batch)
     assert context.stats().used_bytes == 0
-    run(batch)  # the same batch succeeds again, although all ranges are holes now
+    run(batch)  # the same batch succeeds again, even though all ranges are now holes
     assert context.stats().mapped_bytes == 0
 
 
 def test_pages_are_replaced_under_their_address(
     context: pyvmem.Context, rsv: pyvmem.Reservation, page: int
 ) -> None:
-    """Copies contents to new pages, then maps these at the old addresses."""
+    """Copies contents to new pages, then maps the new pages at the old addresses."""
     batch = pyvmem.OpBatch(2)
     batch.populate(rsv.addr, page, count=2, stride=2 * page)
     context.batch(batch)
@@ -612,7 +612,7 @@ def test_join(context: pyvmem.Context, rsv: pyvmem.Reservation, page: int) -> No
 def test_nth_failing_call_changes_nothing(
     context: pyvmem.Context, rsv: pyvmem.Reservation, page: int, kind: pyvmem.Inject
 ) -> None:
-    """Fails the 1st, 2nd, ... driver call of a batch until the batch succeeds."""
+    """Fails each call of this kind that a batch makes, one at a time, until the batch succeeds."""
     with context.create(2 * page) as pages:
         rsv.map(8 * page, pages)
         rsv.fill(8 * page, 2 * page, 4)
@@ -772,7 +772,7 @@ def test_close_completes_or_cancels_waiting_batches(backend: str) -> None:
     batch.populate(rsv.addr, page)
     with pyvmem.FdEvent.create() as gate:
         context.submit(batch, after=[gate])
-        context.close()  # must return although the gate never opens
+        context.close()  # must return even though the gate never opens
 
 
 def test_two_contexts(backend: str) -> None:

@@ -216,9 +216,7 @@ def test_tcp_needs_a_token(folder: Path, engine: Account) -> None:
 
 
 def test_a_socket_has_one_server(folder: Path) -> None:
-    """Only one server may use a socket while it runs; a socket left by a killed server is taken
-    over.
-    """
+    """A running server has its socket to itself; a socket left by a killed server is taken over."""
     path = folder / "control.sock"
 
     def answer(_: Any) -> Reply:

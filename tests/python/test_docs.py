@@ -170,7 +170,7 @@ def test_links_of_a_site_below_the_root(tmp_path: Path, monkeypatch: pytest.Monk
     assert docs_site.check_site() == ["404.html: no page /#here"]
 
 
-# Stands in for the theme's search worker, and records the messages that our script passes on.
+# Stands in for the theme's search worker and records the messages that our script passes on.
 WORKER = "addEventListener('message', event => said.push(event.data.data));"
 
 

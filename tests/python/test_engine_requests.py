@@ -284,7 +284,7 @@ def test_a_truncation_without_memory_reports_what_its_copy_needs(host: Context) 
 def test_admission_checks_memory_before_it_allocates(host: Context) -> None:
     with requests(host, memory_limit=memory(5, host), growth_fraction=0) as cache:
         computed(cache, PROMPT[: 2 * ROWS], room=0)
-        # Admission reserves the pages, before the prompt is computed.
+        # Admission reserves the pages before the prompt is computed.
         second = admitted(cache, PROMPT[: 2 * ROWS], room=1)
         short = cache.admit(PROMPT[:ROWS], room=0)
         assert isinstance(short, Shortage)
@@ -357,7 +357,7 @@ def test_admission_rolls_back_if_memory_vanishes(
             assert prefix.length == 3 * ROWS
             monkeypatch.undo()
             assert admitted(cache, prefix).length == 3 * ROWS
-        # the request resumes where the failed admission had mapped the prefix
+        # the request resumes in the slot into which the failed admission had mapped the prefix
         assert kv(cache).stats().prefix_resumed == 1
 
 
@@ -781,8 +781,8 @@ def test_a_call_that_completes_during_the_check_still_reports_busy(
 
 @contextmanager
 def while_it_runs(cache: RequestCache, name: str, call: Callable[[], Any]) -> Iterator[None]:
-    """Runs a call in another thread, and blocks it on entry to the cache's method `name` until the
-    block ends.
+    """Runs a call in another thread, but holds it on entry to the cache's method `name` until the
+    ``with`` block ends.
 
     Checks that the call succeeded.
     """
@@ -1090,8 +1090,8 @@ def test_ranks_have_no_background_calls(host: Context) -> None:
 
 
 def test_a_callback_that_exits_its_thread_stops_nothing_else() -> None:
-    """`Future` lets exceptions other than `Exception` propagate into the thread that makes the
-    calls.
+    """`Future` lets exceptions that do not derive from `Exception` propagate into the thread that
+    makes the calls.
     """
 
     def leave(_: Any) -> None:

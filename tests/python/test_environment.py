@@ -89,7 +89,7 @@ def test_every_list_of_python_versions_agrees() -> None:
 
 
 def test_torch_comes_with_numpy() -> None:
-    """Without numpy, torch keeps alive the frames that import it, and so a cache's tensors."""
+    """Without numpy, torch keeps alive the frames that import it, and thus a cache's tensors."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     (extra,) = re.findall(r"^torch = \[(.*)\]$", text, re.M)
     assert '"numpy"' in extra

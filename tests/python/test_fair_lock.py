@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A budget's lock is reentrant and fair: waiting threads precede the last holder."""
+"""A budget's lock is reentrant and fair: waiting threads go ahead of the last holder."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def killed(backend: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("delay", [0.0, 0.05, None])
 def test_killed_process_leaves_no_memory(backend: str, delay: float | None) -> None:
-    """On `host`, memory is in files that disappear when their last holder exits; on a GPU, the
+    """On `host`, memory lives in files that disappear when their last holder exits; on a GPU, the
     test compares how much memory is in use.
     """
     rest = random.uniform(0, 0.2) if delay is None else delay

@@ -50,7 +50,7 @@ def make(
 
 
 def prompts(rows: int, length: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Returns left-padded prompts, as for a batch with different lengths."""
+    """Returns left-padded prompts, as in a batch of different lengths."""
     dice = torch.Generator().manual_seed(5)
     ids = torch.randint(1, VOCABULARY, (rows, length), generator=dice)
     mask = torch.ones_like(ids)
@@ -161,7 +161,7 @@ def test_assisted_generation_crops(model: Any, host: pyvmem.Context) -> None:
 
 
 class Pair:
-    """Makes the same random operations on a VMemCache and a DynamicCache, and compares the two."""
+    """Performs the same random operations on a VMemCache and a DynamicCache; compares the two."""
 
     def __init__(self, config: Any, cache: Any, device: torch.device, seed: int) -> None:
         self.dynamic, self.cache = DynamicCache(config=config), cache

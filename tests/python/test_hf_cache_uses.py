@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """VMemCache passes transformers' tests of its own caches.
 
-The cases are those of its tests/utils/test_cache_utils.py: head counts, single layers, padding,
-reused prompts, comparison with static caches, early initialization, and calls before the first
-keys. torch.export is left out: the views grow, so `is_compileable` is False.
+The cases are those in transformers' tests/utils/test_cache_utils.py: head counts, single layers,
+padding, reused prompts, comparison with static caches, early initialization, and calls before the
+first keys. torch.export is left out: the views grow, so `is_compileable` is False.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def test_calls_before_the_first_keys_do_nothing(model: Any, host: pyvmem.Context
             # not every version has all of these names
             for name in ("is_sliding", "is_linear", "is_dummy"):
                 assert not any(getattr(one, name, ()))
-        cache.crop(-3)  # DynamicCache of 5.17 fails here
+        cache.crop(-3)  # 5.17's DynamicCache fails here
         cache.crop(0)
         assert cache.kvcache is None
 

@@ -45,7 +45,7 @@ def model() -> Any:
 
 @pytest.fixture(autouse=True)
 def nothing_stays(context: pyvmem.Context) -> Iterator[None]:
-    """Checks after every test that transformers is unpatched, and that no pages are left."""
+    """Checks after every test that transformers is unpatched and that no pages are left."""
     from transformers.generation.continuous_batching import continuous_api as api
 
     before = api.PagedAttentionCache, api.ContinuousBatchingManager
@@ -103,7 +103,7 @@ def on(context: pyvmem.Context, model: Any) -> Any:
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, name: str, what: Callable[..., Any]) -> list[Any]:
-    """Collects `what(requests, result, *args)` for every call of a method of `NamedRequests`."""
+    """Collects `what(requests, result, *args)` for every call to a method of `NamedRequests`."""
     seen: list[Any] = []
     method = getattr(NamedRequests, name)
 
@@ -147,7 +147,7 @@ def test_requests_that_all_need_a_page_are_preempted(
     sharing: bool,
     count: int,
 ) -> None:
-    """Four requests fill the memory and need the next page at the same time; two more wait for a
+    """Four requests fill memory and need their next page at the same time; two more wait for a
     slot.
 
     No request can continue, so transformers preempts the newest first, and later recomputes them.
@@ -429,7 +429,7 @@ def test_a_request_larger_than_a_slot_is_rejected(model: Any, context: pyvmem.Co
 
 
 def test_only_the_request_that_exceeds_memory_fails(model: Any, context: pyvmem.Context) -> None:
-    rows = 4 * context.info.granule // 192  # how many rows fit into memory
+    rows = 4 * context.info.granule // 192  # the number of rows that fit in memory
     if rows > 400:
         pytest.skip("pages hold more tokens than the model's longest sequence")
     model, limit = on(context, model), 4 * 4 * context.info.granule

@@ -122,13 +122,13 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def gone(requests: NamedRequests, name: str) -> int:
-    """Returns the number of a request's rows that have left the window and were unmapped."""
+    """Returns the number of a request's rows that have left the window and been unmapped."""
     sliding = next(part for part in requests.parts if part.config.window)
     return sliding.first_rows([requests._requests[name].request.slot])[0]
 
 
 def stems(tails: list[list[int]]) -> list[list[int]]:
-    """Returns prompts with a common prefix (a system prompt) that exceeds a chunk and a window."""
+    """Returns prompts with a common prefix (a system prompt) longer than a chunk and a window."""
     common = prompts(1, 200)[0] * 4
     return [common[:150] + one for one in tails]
 

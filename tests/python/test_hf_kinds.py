@@ -32,7 +32,7 @@ TILE = 16
 
 
 def prompts(rows: int, length: int) -> dict[str, torch.Tensor]:
-    """Returns left-padded prompts, as for a batch with different lengths."""
+    """Returns left-padded prompts, as in a batch of different lengths."""
     dice = torch.Generator().manual_seed(5)
     ids = torch.randint(1, VOCABULARY, (rows, length), generator=dice)
     mask = torch.ones_like(ids)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """A real model generates the same tokens with VMemCache as with DynamicCache.
 
-SmolLM2-135M has rows of 768 bytes in float32, which do not divide a page.
+In float32, SmolLM2-135M has rows of 768 bytes, which do not divide a page evenly.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Named requests keep their own rows in any order of calls, compared with a plain
-model.
+"""Named requests keep their own rows whatever the order of calls; checked against a plain model.
 
-Rows are derived from a request's tokens, so requests that share a prefix must read equal rows.
+Rows are derived from a request's tokens, so requests that share a prefix must read identical rows.
 Attention is compared with dense attention over a plain copy.
 """
 
@@ -233,7 +232,7 @@ def test_a_dropped_request_is_not_in_the_batch(requests: NamedRequests) -> None:
     requests.queue("a", 0, 3)
     requests.drop("a")
     assert requests.hold("c", 0)
-    requests.queue("c", 0, 0)  # no tokens: not part of the batch
+    requests.queue("c", 0, 0)  # no tokens, so not part of the batch
     compute(requests, [("b", [5, 6], 0)])
 
 

@@ -123,7 +123,7 @@ def test_the_storage_of_a_state_has_no_holes(host: pyvmem.Context) -> None:
         state = cache.layers[0].conv_states[0]
         storage = state.untyped_storage()
         assert storage.nbytes() < state.stride(0) * state.element_size() * 2
-        copied = storage.clone()  # reading a hole crashes the process
+        copied = storage.clone()  # would crash the process if it read a hole
         assert torch.empty(0).set_(copied, 0, state.shape, state.stride()).equal(state)
         del state, storage, copied
 
@@ -163,7 +163,7 @@ def test_a_state_cannot_be_rolled_back(host: pyvmem.Context) -> None:
 def test_rows_outside_the_batch_are_rejected(host: pyvmem.Context) -> None:
     model = model_of("jamba")
     with torch.no_grad(), VMemCache(model.config, 2, 16, context=host) as cache:
-        cache.reorder_cache(torch.tensor([1, 0]))  # a batch without rows: nothing happens
+        cache.reorder_cache(torch.tensor([1, 0]))  # the batch has no rows yet: this does nothing
         model(prompts(2, 3), **{CACHE: cache})
         for row in (-1, 2):
             with pytest.raises(InvalidArgument, match=f"row {row} is not between 0 and 1"):

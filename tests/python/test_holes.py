@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """On the host back end, any read of rows without pages raises `NotMapped`.
 
-Each read runs in its own process, because a failure of the guard crashes the process.
+Each read runs in its own process, because the process crashes if the guard fails.
 """
 
 from __future__ import annotations

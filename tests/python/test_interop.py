@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tests devices, streams and memory interfaces of other libraries."""
+"""Tests the use of other libraries' devices, streams and memory interfaces."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def config(**options: Any) -> KVCacheConfig:
 
 
 def started(cache: KVCache | LayeredCache) -> int:
-    """Starts a request of `LENGTH` rows, and returns its reqid."""
+    """Starts a request of `LENGTH` rows and returns its reqid."""
     reqid = cache.alloc_reqid()
     assert reqid is not None
     lens = [0] * 4
@@ -34,8 +34,8 @@ def started(cache: KVCache | LayeredCache) -> int:
 
 
 def interrupt(patch: pytest.MonkeyPatch, owner: type, name: str, at: int = 1) -> list[int]:
-    """Raises KeyboardInterrupt in the `at`-th call of a method; returns a list that counts the
-    calls.
+    """Raises KeyboardInterrupt in the `at`-th call to a method; returns a list whose only element
+    counts the calls.
     """
     original: Callable[..., Any] = getattr(owner, name)
     calls = [0]

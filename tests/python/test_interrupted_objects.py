@@ -82,7 +82,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
     opened = Opened()
     monkeypatch.setattr(objects, "lib", opened)
     yield opened
-    vattention._manager = None  # after a failure, the next test starts clean
+    vattention._manager = None  # so that the next test starts clean after a failure
     _manager._retired.clear()
     lib.pyvmem_torch_tag(0)
     if is_pool_open():
@@ -162,8 +162,8 @@ def _made(
     end: Callable[[Any], None],
     last: Callable[[], None] = lambda: None,
 ) -> Steps:
-    """Interrupts a call that creates an object or ends its life; then calls `end` for the caller's
-    object, and then `last`.
+    """Interrupts a call that creates an object or ends its life; then calls `end` on the caller's
+    object, and finally `last`.
     """
     made: list[Any] = []
     yield lambda: call(made)
@@ -596,7 +596,7 @@ def cleanup() -> Steps:
 
 
 def close_retired() -> Steps:
-    """Closes a retired manager: a tensor was alive when the manager was cleaned up."""
+    """Closes a manager that was retired because a tensor was still alive at cleanup."""
     tensors = _configured()
     vattention.cleanup()
     del tensors
@@ -673,7 +673,7 @@ def counted(make: Callable[[], Steps], alarm: Any, opened: Opened) -> int:
 
 @pytest.mark.parametrize("name", CASES)
 def test_interruptions(name: str, points: int | None, opened: Opened) -> None:
-    """Interrupts at one point; then at two, with the second point in the handling of the first."""
+    """Interrupts at one point, then at two, the second while the first is being handled."""
     rng = random.Random(name)
     with alarms() as alarm:
         count = counted(CASES[name], alarm, opened)
@@ -688,7 +688,7 @@ def test_interruptions(name: str, points: int | None, opened: Opened) -> None:
 def test_torch_empties_its_cache_after_an_interrupted_close(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Otherwise torch would keep segments over addresses that are free."""
+    """Otherwise torch would keep segments over freed addresses."""
     emptied: list[bool] = []
 
     def empty_cache() -> None:
