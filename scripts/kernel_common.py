@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).resolve().parent.parent
-# A test may set another directory so that it builds separately.
+# Tests set another directory to get a separate build.
 KERNEL_BUILD = Path(os.environ.get("VMEM_KERNEL_BUILD", ROOT / "build" / "kernel")).resolve()
 
 VERSION = re.compile(r"[0-9]{3}\.[0-9]{2,3}(\.[0-9]{2})?")

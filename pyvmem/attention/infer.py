@@ -90,8 +90,8 @@ class _Wrapper:
         workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
         prefill: Any = importlib.import_module("flashinfer.prefill")
         self.it = getattr(prefill, kind)(workspace, "NHD", backend=backend)
-        # the `made` dictionary of the last planned batch, which a batch replaces when its lengths
-        # change
+        # the last planned batch's `made` dictionary; planning a batch with other lengths
+        # replaces it
         self.planned: Any = None
 
 

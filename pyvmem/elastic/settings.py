@@ -101,7 +101,7 @@ class Settings:
             env: the environment.
 
         Raises:
-            ValueError: the value is neither 1, 0 nor empty.
+            ValueError: the value is not 1, 0 or empty.
         """
         switch = env.get(name, "")
         if switch not in ("", "0", "1"):

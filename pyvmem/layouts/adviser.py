@@ -121,7 +121,7 @@ def advise(
     limits: Limits | None = None,
     overread_rows: int = 0,
 ) -> Advice:
-    """Picks a layout by the rules at the top of this module.
+    """Picks a layout according to the rules at the top of this module.
 
     Args:
         shape: the model, on one rank.

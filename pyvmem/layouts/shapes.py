@@ -61,7 +61,7 @@ class ModelShape:
         """Returns the cache configuration of a model whose layers are all of one kind.
 
         Raises:
-            InvalidArgument: as for `KVCacheConfig`; or layers differ, or have a window or a state.
+            InvalidArgument: as for `KVCacheConfig`, or layers differ or have a window or state.
         """
         configs = self.configs(**overrides)
         if len(configs) > 1 or configs[0].window or configs[0].state:

@@ -55,7 +55,7 @@ def new_address(settings: Settings) -> str:
     """Returns a new path for a rank's socket, in a folder that only this user can access.
 
     Raises:
-        AccessDenied: the folder belongs to another user, or others may write to it.
+        AccessDenied: the folder belongs to another user, or is writable by others.
         ValueError: the path is too long for a Unix socket.
     """
     folder = private(settings.folder)

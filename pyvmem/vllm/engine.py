@@ -54,7 +54,7 @@ _BACKOFF = 0.02  # seconds between attempts to grow while a request waits for me
 _PATIENCE = 0.25  # seconds between attempts to grow while no request waits for memory
 _START_PATIENCE = 30.0  # seconds to wait for other engines to make room for the null block
 _RESERVE = 256 << 20
-_RECENT = 5.0  # window in seconds; its largest step determines how much is backed ahead
+_RECENT = 5.0  # seconds; the largest step in this time determines how much is backed ahead
 _MOST_RESERVE = 1024  # blocks
 # prefixes are moved if mapped/live bytes exceed this ratio for this many seconds
 _SPREAD, _SPREAD_FOR = 1.25, 1.0

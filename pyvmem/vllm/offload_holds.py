@@ -227,10 +227,10 @@ class Holds:
         return found
 
     def expire(self, ended: int) -> list[int]:
-        """Releases and returns all held blocks, since no step has come for a while.
+        """Releases and returns all held blocks, since no step has run for a while.
 
-        Drops the stores that the workers may not have started. They have started those issued
-        before step `ended` and do not unmap a block before its store is done.
+        Drops the stores that the workers may not have started. Stores issued before step `ended`
+        have started, and workers do not unmap a block before its store is done.
 
         Args:
             ended: the last step whose output was processed.

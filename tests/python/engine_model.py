@@ -97,7 +97,7 @@ class EngineModel:
         return life
 
     def idle(self, state: State = State.RUNNING) -> list[Life]:
-        """Returns the requests without a background call."""
+        """Returns the requests that have no background call in progress."""
         busy = [call.life for call in self.calls]
         return [one for one in self.lives if one not in busy and one.request.state is state]
 
@@ -329,7 +329,7 @@ class EngineModel:
         self.spaces.append(self.engine.namespace(self.random.choice("ab")))
 
     def behind(self) -> None:
-        """Acts like another user of the cache."""
+        """Simulates another user of the cache."""
         pick = self.random.random()
         if pick < 0.5:
             self.cache.trim(prefixes=self.random.random() < 0.3)

@@ -413,7 +413,7 @@ def started(cache: KVCache, rows: int, tag: float = 1.0) -> int:
 
 
 def grown(cache: KVCache, reqid: int, low: int, rows: int, tag: float) -> None:
-    """Grows a request to `rows` rows and writes the rows from `low` onward with this tag."""
+    """Grows a request to `rows` rows and writes this tag to the rows from `low` onward."""
     want = [slot.seq_len for slot in cache.snapshot()]
     want[reqid] = rows
     assert cache.step(want) == 0

@@ -838,7 +838,7 @@ def test_runs_are_merged_by_their_reference(tmp_path: Path, capsys: Any) -> None
     assert rows["azure/tokens/contiguous"]["by_run"] == [[0, 200], [1, 50], [2, 60]]
     assert rows["azure/difference/contiguous"]["value"] == 0.02  # the worst of the runs
     aims = {aim["id"]: aim for aim in data["aims"]}
-    # Each value is relative to the reference of the same run, because the GPU was slower in the
+    # Each value is relative to the reference from the same run, because the GPU was slower in the
     # second run.
     assert aims["tokens_2M"]["value"] == 2.0
     assert aims["tokens_2M"]["pass"]

@@ -97,7 +97,7 @@ def test_layers_that_share_keys_slide_or_store_nothing(host: pyvmem.Context, kin
         cache.kvcache.check_integrity()
 
 
-# whether each group has a window; the groups are in the order of their first layers
+# whether each group has a window; groups are ordered by their first layer
 WINDOWED = {"gemma3": [True, False], "mistral": [True]}
 
 

@@ -589,7 +589,7 @@ def _ending(call: Callable[[], Any]) -> Steps:
 
 
 def cleanup() -> Steps:
-    """No tensor is alive, so the context is also closed."""
+    """No tensors are alive, so the context is also closed."""
     _configured()
     vattention.step([8, 8, 0, 0], False)
     return _ending(vattention.cleanup)

@@ -37,7 +37,7 @@ def settled(cache: KVCache) -> None:
 
 
 def turn(cache: KVCache, rows: int = TURN, tag: float = 1.0) -> int:
-    """Runs and records a request; returns its slot, which keeps the rows."""
+    """Runs and records a request; returns its slot, which still holds the rows."""
     reqid = started(cache, rows, tag)
     cache.free_reqid(reqid, tokens=PROMPT[:rows])
     settled(cache)

@@ -94,7 +94,7 @@ def test_recorded_code_writes_each_time(layer: Layer, record: Any) -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_over_attention(layers: list[Layer], reentrant: bool) -> None:
-    """The forward pass repeated by a checkpoint writes the same rows."""
+    """The forward pass that checkpointing reruns writes the same rows."""
     x = torch.randn(1, 4, 16)
     one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
     checkpoint(layers[0], one, use_reentrant=reentrant).square().sum().backward()

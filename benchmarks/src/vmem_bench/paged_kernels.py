@@ -139,7 +139,7 @@ TINY_SETS: dict[str, tuple[Case, ...]] = {
 
 
 class Kernel(Protocol):
-    """An attention kernel, in contiguous and in paged form.
+    """An attention kernel, in contiguous and paged forms.
 
     Attributes:
         name: the kernel's name in row ids.

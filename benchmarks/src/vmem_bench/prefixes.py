@@ -81,7 +81,7 @@ def _parts(text: str) -> tuple[str, ...]:
 
 
 def hits(part: Part, shape: ModelShape, prompts: list[Any], budgets: list[int]) -> None:
-    """Adds the fraction of prompt tokens that each cache finds with each budget."""
+    """Adds the fraction of prompt tokens found in each cache at each budget."""
     from vmem_bench.prefix_replay import Blocks, Cache, Tree, bound
 
     total = sum(prompt.length for prompt in prompts)

@@ -254,7 +254,7 @@ class Forward:
         prompts: bool = False,
         max_kv: int = 0,
     ) -> _Part:
-        """Creates the part of a step that handles the requests `works`.
+        """Creates the part of a step that handles the requests in `works`.
 
         first: index within the step of the first of these requests.
         max_kv: upper bound on the rows of a request; 0 for the longest request's rows.

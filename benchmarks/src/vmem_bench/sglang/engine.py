@@ -33,7 +33,7 @@ Ids = list[list[int]]
 
 
 def greedy(new: int) -> dict[str, Any]:
-    """Returns sampling parameters for `new` greedy tokens."""
+    """Returns sampling parameters that generate `new` tokens greedily."""
     return {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
 
 

@@ -18,7 +18,7 @@ __all__ = ["measure"]
 def measure(command: Command, part: Part) -> None:
     """Runs prompts of three lengths, long requests that decode, and a trace.
 
-    All requests of a load arrive at its start.
+    All of a load's requests arrive when it starts.
     """
     args, quick = command.args, command.quick
     sizes = (32, 128) if command.backend == "host" else (16, 128)

@@ -350,7 +350,7 @@ class Fleet:
         if self.command.backend == "host":
             options["enforce_eager"] = True
         else:
-            # vLLM only checks that this fraction of memory is free, since the KV cache size is set.
+            # vLLM only checks that this fraction of memory is free; the KV cache size is set.
             options["gpu_memory_utilization"] = 0.5 / count
             # CUDA graphs for decoding, as in serving, but no compiler, which would take longer than
             # the runs.
