@@ -77,7 +77,7 @@ class Samples:
 
 
 def percentile(ordered: Sequence[float], fraction: float) -> float:
-    """Returns the nearest-rank percentile of sorted, non-empty data, which is always one of the samples."""
+    """Returns the nearest-rank percentile of sorted, non-empty data: always one of the samples."""
     rank = math.ceil(fraction * len(ordered))
     return ordered[min(max(rank, 1), len(ordered)) - 1]
 

@@ -437,7 +437,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 def host_memory_of(folder: Path, device: str, nbytes: int) -> Account:
-    """Joins as an engine that requests `nbytes` of the 6 GiB of host memory shared by all engines."""
+    """Joins as an engine that requests `nbytes` of the 6 GiB of host memory that all share."""
     book = Ledger(device, folder=folder)
     return book.join("c", **TERMS, host=nbytes, host_limit=6 * GIB)
 
