@@ -79,19 +79,45 @@ class Mapper:
         self.journal.unrecorded[pages] = None
         return self.context.gather(addr, size, count, stride, pages)
 
-    def drop_range(
+    def relocate(
         self,
-        edits: list[list[Any]],
-        pages: Pages,
-        offset: int,
+        ops: OpBatch,
         size: int,
         count: int,
-        stride: int,
+        source: int,
+        source_stride: int,
+        target: int,
+        target_stride: int,
+    ) -> Pages:
+        """Adds operations that map pages at other addresses, over the pages there.
+
+        Args:
+            ops: the batch.
+            size: bytes per tensor.
+            count: number of tensors.
+            source, source_stride: address in the first tensor, and distance between tensors; the
+                pages are no longer mapped here.
+            target, target_stride: the same for the new mapping.
+
+        Returns:
+            A handle to the pages, which the batch consumes.
+        """
+        pages = self.gather(source, size, count, source_stride)
+        how = {"consume": True, "replace": True, "split": True}
+        ops.map(target, size, pages, 0, count, target_stride, **how)
+        ops.unmap(source, size, count, source_stride)
+        return pages
+
+    def drop_range(
+        self, edits: list[list[Any]], pages: Pages, where: tuple[int, int, int, int]
     ) -> None:
-        """Drops part of a handle and applies the edits; if it fails, nothing has changed."""
+        """Drops part of a handle and applies the edits; if it fails, nothing has changed.
+
+        `where` is the part: the arguments of `Pages.drop_range`.
+        """
         outcome = Outcome(edits)
         self.journal.entries.append(outcome)
-        pages.drop_range(offset, size, count, stride, outcome)
+        pages.drop_range(*where, outcome)
 
     def reserve(self, size: int, align: int, visible: bool | None) -> Reservation:
         """Reserves addresses, which are freed after the call unless they are recorded."""

@@ -22,6 +22,7 @@ All pages of a block are in the same tier.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import repeat
@@ -47,6 +48,7 @@ __all__ = [
     "Span",
     "Stretch",
     "Tier",
+    "pages_by_tier",
 ]
 
 
@@ -67,6 +69,14 @@ DEVICE = Tier(Location.DEVICE)
 
 Stretch: TypeAlias = tuple[int, int, Tier]
 """Pages [low, high) in every tensor, all in the same tier."""
+
+
+def pages_by_tier(stretches: Iterable[Stretch]) -> Counter[Tier]:
+    """Counts the pages of these stretches, by tier."""
+    found: Counter[Tier] = Counter()
+    for low, high, tier in stretches:
+        found[tier] += high - low
+    return found
 
 
 class TierMap:
@@ -125,14 +135,9 @@ class TierMap:
         if low < high:
             yield low, high, DEVICE
 
-    def off_device(self, low: int, high: int) -> dict[Tier, int]:
+    def off_device(self, low: int, high: int) -> Counter[Tier]:
         """Counts the off-device pages in [low, high), by tier."""
-        found: dict[Tier, int] = {}
-        if self.noted:
-            for first, last, tier in self.stretches(low, high):
-                if tier != DEVICE:
-                    found[tier] = found.get(tier, 0) + last - first
-        return found
+        return pages_by_tier(self.within(low, high).noted)
 
     @property
     def off_device_end(self) -> int:
@@ -412,7 +417,7 @@ class SharedPages:
             edits += ([self.blocks, block, ...], [journal.unrecorded, block.handle, None])
         size, stride = self.layout.page_size, block.pages * self.layout.page_size
         where = (low * size, pages * size, self.layout.num_tensors, stride)
-        self._mapper.drop_range(edits, block.handle, *where)
+        self._mapper.drop_range(edits, block.handle, where)
         if last:  # release it now, since an exception at the end of the call cannot undo the drop
             with suppress(VMemError):
                 block.handle.abandon()
@@ -460,13 +465,9 @@ class SharedPages:
             found.append(f"shared pages in use per tensor: recorded {self.used}, counted {busy}")
         return found
 
-    def off_device(self) -> dict[Tier, int]:
+    def off_device(self) -> Counter[Tier]:
         """Returns the number of shared off-device pages per tensor, by tier."""
-        found: dict[Tier, int] = {}
-        for block in self.blocks:
-            if block.off_device:
-                found[block.tier] = found.get(block.tier, 0) + block.live
-        return found
+        return pages_by_tier((0, one.live, one.tier) for one in self.blocks if one.off_device)
 
 
 def _unheld(block: Block, low: int, refs: Sequence[int]) -> list[Part]:

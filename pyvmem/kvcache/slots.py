@@ -167,11 +167,10 @@ class Slot(Row):
 
     def here_from(self, page: int) -> int:
         """Returns the number of device pages from `page` to `mapped`."""
-        if not self.tier_map.noted:
-            return max(0, self.mapped - page)
-        return max(
-            0, self.mapped - page - sum(self.tier_map.off_device(page, self.mapped).values())
-        )
+        pages = self.mapped - page
+        if self.tier_map.noted:
+            pages -= self.tier_map.off_device(page, self.mapped).total()
+        return max(0, pages)
 
     @property
     def spare(self) -> int:
@@ -529,14 +528,6 @@ class Move:
         """Returns the number of new device pages per tensor."""
         return sum(high - low for low, high, tier in self.stretches if tier == DEVICE)
 
-    def off_device(self) -> dict[Tier, int]:
-        """Returns the number of new off-device pages per tensor, by tier."""
-        found: dict[Tier, int] = {}
-        for low, high, tier in self.stretches:
-            if tier != DEVICE:
-                found[tier] = found.get(tier, 0) + high - low
-        return found
-
     def begins_before(self, page: int) -> bool:
         """True if the move changes a page below `page`."""
         starts = [low for low, *_ in self.runs] + [low for low, *_ in self.stretches]
@@ -550,6 +541,12 @@ class Move:
     def done(self) -> bool:
         """True if the copies have finished, successfully or not."""
         return self.ticket is None or self.ticket.done()
+
+    def wait(self) -> None:
+        """Waits for the copies; raises their failure."""
+        if self.ticket is not None:
+            self.ticket.wait()
+            self.ticket = None
 
 
 class QuietTicket:

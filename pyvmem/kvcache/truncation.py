@@ -14,6 +14,7 @@ from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.events import PriorWork, wait_for
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.growth import reclaim_for
+from pyvmem.kvcache.pages import Tier
 from pyvmem.kvcache.slots import Slot
 from pyvmem.memory.ops import OpBatch
 
@@ -45,8 +46,9 @@ def kept_rows(groups: Sequence[Group], reqid: int, length: int | None) -> tuple[
 def truncate(groups: Sequence[Group], reqid: int, length: int, work: PriorWork) -> int:
     """Implements `KVCache.truncate`, in all groups or none. Returns 0 or -1."""
     index, rows, held = kept_rows(groups, reqid, operator.index(length))
-    both = [(group, group.table.slots[index]) for group in groups]
-    for group, slot in both:
+    both = []
+    for group in groups:
+        both.append((group, slot := group.table.slots[index]))
         group.check_back(slot, rows)
     if rows == held:
         _give_back_overread(both, rows, work)
@@ -140,34 +142,11 @@ class Truncation:
             else:
                 keep = self.shared  # the next step maps the rows that a kernel may over-read
         self.keep, self.end = keep, max(keep, self.copied)
-        self.unmaps = self.shared < last or tier_map.off_device_end > keep
+        self.unmaps = self.shared < last or bool(tier_map.noted and tier_map.off_device_end > keep)
         self.ownerless = not self.unmaps and keep < slot.granted
         self.stride = (self.copied - self.shared) * layout.page_size
         self.new_pages = (self.copied - self.shared) * layout.num_tensors
         self.addresses: Reservation | None = None
-
-    def copy(self, ops: OpBatch) -> Reservation:
-        """Adds a copy of the kept part of shared pages to `ops`; returns its scratch addresses.
-
-        The request's own work must be complete. Waits for the work of other requests that wrote the
-        pages it shares.
-        """
-        group, slot, layout = self.group, self.slot, self.group.layout
-        for block, *_ in slot.span.parts:
-            for event in block.events:
-                wait_for(event)
-        addresses = group.scratch.take(self.stride * layout.num_tensors)
-        ops.populate(
-            addresses.addr,
-            self.stride,
-            layout.num_tensors,
-            self.stride,
-            layout.page_size,
-            copy_from=slot.addr + self.shared * layout.page_size,
-            copy_stride=layout.tensor_bytes,
-            copy_bytes=self.nbytes - self.shared * layout.page_size,
-        )
-        return addresses
 
     def unmap(self, ops: OpBatch) -> list[list[Any]]:
         """Adds operations that map the copies over shared pages and unmap the pages after them.
@@ -176,10 +155,29 @@ class Truncation:
             The edits that belong to these operations.
         """
         group, slot, layout = self.group, self.slot, self.group.layout
-        tensors, edits = layout.num_tensors, self._unmap_edits()
+        own, mapped = max(self.end, slot.head + slot.span.pages), min(slot.mapped, self.end)
+        tier_map, granted = slot.tier_map, self.keep
+        off_device: dict[Tier, int] = {}
+        if tier_map.noted:
+            off_device = tier_map.off_device(own, slot.mapped)
+            tier_map = tier_map.without(self.shared, self.copied).without(self.end, slot.mapped)
+            granted = max(granted, tier_map.off_device_end)
+        kept, gone = slot.span.part(self.shared - slot.head)
+        edits = [
+            [slot, "tier_map", tier_map],
+            [slot, "span", kept],
+            [slot, "mapped", mapped],
+            [slot, "dirty", min(max(slot.dirty, slot.granted), mapped)],
+            [slot, "large_end", slot.large_end_below(mapped)],
+            *group.pager.grant_edits(slot, granted),
+            *group.reclaimer.shared.use_edits({gone: -1}, {gone: -1}),
+            *group.reclaimer.free_edits(slot.here_from(own), off_device),
+        ]
+        tensors = layout.num_tensors
         if self.addresses is not None:
             scratch, size = self.addresses.addr, self.stride
-            copies = group.mapper.gather(scratch, size, tensors, size)
+            target, stride = slot.addr + self.shared * layout.page_size, layout.tensor_bytes
+            copies = group.mapper.relocate(ops, size, tensors, scratch, size, target, stride)
             edits += (
                 [self, "addresses", None],
                 [group.journal.unrecorded, copies, ...],
@@ -188,18 +186,6 @@ class Truncation:
                 [copies, "_done", True],
                 *group.scratch.give_edits(self.addresses),
             )
-            ops.map(
-                slot.addr + self.shared * layout.page_size,
-                size,
-                copies,
-                0,
-                tensors,
-                layout.tensor_bytes,
-                consume=True,
-                replace=True,
-                split=True,
-            )
-            ops.unmap(scratch, size, tensors, size)
         if self.end < slot.mapped:
             ops.unmap(
                 slot.addr + self.end * layout.page_size,
@@ -222,25 +208,6 @@ class Truncation:
             edits += group.promoter.forget_edits(slot, self.nbytes // group.layout.page_size)
         return [*edits, [group.table, "changes", group.table.changes + 1]]
 
-    def _unmap_edits(self) -> list[list[Any]]:
-        """Returns the edits to the slot and to the counts that belong to `unmap`."""
-        group, slot, tier_map = self.group, self.slot, self.slot.tier_map
-        own, mapped = max(self.end, slot.head + slot.span.pages), min(slot.mapped, self.end)
-        off_device = tier_map.off_device(own, slot.mapped)
-        tier_map = tier_map.without(self.shared, self.copied).without(self.end, slot.mapped)
-        granted = max(self.keep, tier_map.off_device_end)
-        kept, gone = slot.span.part(self.shared - slot.head)
-        return [
-            [slot, "tier_map", tier_map],
-            [slot, "span", kept],
-            [slot, "mapped", mapped],
-            [slot, "dirty", min(max(slot.dirty, slot.granted), mapped)],
-            [slot, "large_end", slot.large_end_below(mapped)],
-            *group.pager.grant_edits(slot, granted),
-            *group.reclaimer.shared.use_edits({gone: -1}, {gone: -1}),
-            *group.reclaimer.free_edits(slot.here_from(own), off_device),
-        ]
-
 
 def _cut(each: Sequence[Truncation], work: PriorWork) -> bool:
     """Runs the unmaps of all groups as one batch, after a first batch that makes the copies.
@@ -252,13 +219,13 @@ def _cut(each: Sequence[Truncation], work: PriorWork) -> bool:
         NotRecoverable: the request has lost rows; the message names it. VMemError: nothing has
             changed.
     """
-    begun = [one for one in each if one.unmaps]
-    copies = [one for one in begun if one.new_pages]
-    after = [event for one in begun for event in one.slot.events]
+    begun = list(filter(attrgetter("unmaps"), each))
+    copies = list(filter(attrgetter("new_pages"), begun))
     if copies and not _copy_all(copies):
         return False
     first = each[0].group
     edits: list[list[Any]] = []
+    after: list[Any] = []
     try:
         for one in each:
             edits += one.edits(work)
@@ -268,6 +235,7 @@ def _cut(each: Sequence[Truncation], work: PriorWork) -> bool:
         ops = OpBatch(3 * len(begun))
         for one in begun:
             edits += one.unmap(ops)
+            after += one.slot.events
         first.mapper.commit(edits, ops, after, waits=first.counters.waits)
     except VMemError as error:
         _drop_copies(begun)
@@ -280,9 +248,10 @@ def _cut(each: Sequence[Truncation], work: PriorWork) -> bool:
 
 
 def _copy_all(copies: Sequence[Truncation]) -> bool:
-    """Copies the kept parts of shared pages.
+    """Copies the kept parts of shared pages to scratch addresses.
 
-    Returns False, changing nothing, if memory is short.
+    The request's own work must be complete. Waits for the work of other requests that wrote the
+    pages it shares. Returns False, changing nothing, if memory is short.
     """
     if not reclaim_for([(one.group.pager, one.new_pages) for one in copies], {}):
         return False
@@ -291,9 +260,23 @@ def _copy_all(copies: Sequence[Truncation]) -> bool:
     first.journal.on_abort(partial(_drop_copies, copies))
     try:
         for one in copies:
-            reclaimer, counters = one.group.reclaimer, one.group.counters
+            layout, reclaimer, counters = one.group.layout, one.group.reclaimer, one.group.counters
+            for block, *_ in one.slot.span.parts:
+                for event in block.events:
+                    wait_for(event)
+            addresses = one.group.scratch.take(one.stride * layout.num_tensors)
+            ops.populate(
+                addresses.addr,
+                one.stride,
+                layout.num_tensors,
+                one.stride,
+                layout.page_size,
+                copy_from=one.slot.addr + one.shared * layout.page_size,
+                copy_stride=layout.tensor_bytes,
+                copy_bytes=one.nbytes - one.shared * layout.page_size,
+            )
             edits += (
-                [one, "addresses", one.copy(ops)],
+                [one, "addresses", addresses],
                 [reclaimer, "device_pages", reclaimer.device_pages + one.new_pages],
                 [counters, "grown", counters.grown + one.new_pages],
             )
