@@ -140,7 +140,7 @@ def _large(group: Group, slot: Slot) -> int:
     layout, block = group.layout, group.layout.block
     return block * sum(
         all(
-            group.mapper.query(slot.addr + layout.offset(0, page, tensor)).entry_bytes
+            group.context.query(slot.addr + layout.offset(0, page, tensor)).entry_bytes
             > layout.page_size
             for tensor in range(layout.num_tensors)
         )

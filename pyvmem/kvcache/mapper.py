@@ -22,7 +22,6 @@ from pyvmem.memory.reservation import Reservation
 if TYPE_CHECKING:
     from pyvmem.kvcache.journal import Journal
     from pyvmem.memory.context import Context
-    from pyvmem.memory.info import RangeInfo
 
 __all__ = ["Mapper", "Scratch"]
 
@@ -119,17 +118,7 @@ class Mapper:
         self.journal.entries.append(outcome)
         pages.drop_range(*where, outcome)
 
-    def reserve(self, size: int, align: int, visible: bool | None) -> Reservation:
-        """Reserves addresses, which are freed after the call unless they are recorded."""
-        found = Reservation(self.context, Outcome())
-        self.journal.unrecorded[found] = None
-        return self.context.reserve(size, visible=visible, align=align, into=found)
-
     # ---- calls that change no records ------------------------------------------------------------
-
-    def query(self, addr: int) -> RangeInfo:
-        """See `Context.query`."""
-        return self.context.query(addr)
 
     def join(self, addr: int, size: int) -> int:
         """See `Context.join`; if interrupted, it may have joined some of the runs."""
@@ -210,14 +199,15 @@ class Scratch:
         """
         if self._full:
             self.retry()
-        kept = self._kept
+        kept, context, journal = self._kept, self._mapper.context, self._mapper.journal
         if kept is not None:
-            journal = self._mapper.journal
             journal.change([[self, "_kept", None], [journal.unrecorded, kept, None]])
             if kept.nbytes >= nbytes:
                 return kept  # if too small, it is freed when the call ends
-        visible = False if Caps.PLAIN in self._mapper.context.info.caps else None
-        return self._mapper.reserve(nbytes, self._align, visible)
+        visible = False if Caps.PLAIN in context.info.caps else None
+        made = Reservation(context, Outcome())
+        journal.unrecorded[made] = None
+        return context.reserve(nbytes, visible=visible, align=self._align, into=made)
 
     def give(self, addresses: Reservation) -> None:
         """Takes back unmapped addresses for reuse, unless they had to be abandoned."""
@@ -264,10 +254,9 @@ class Scratch:
 
     def close(self) -> None:
         """Frees all addresses."""
+        if self._kept is not None:
+            self._full.append(self._kept)
         self.retry()
-        for addresses in (*self._full, *(() if self._kept is None else (self._kept,))):
-            try:
-                addresses.close(unmap=True)
-            except VMemError:
-                addresses.leave()
+        for addresses in self._full:
+            addresses.leave()
         self._kept, self._full = None, []

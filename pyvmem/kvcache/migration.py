@@ -405,7 +405,6 @@ class Promoter:
     def __init__(self, reclaimer: Reclaimer, mover: Mover, config: KVCacheConfig) -> None:
         self._mover = mover
         self._reclaimer = reclaimer
-        self._mapper = reclaimer.mapper
         self._layout = layout = reclaimer.layout
         self._unit = layout.block
         self._kept = config.window_tile
@@ -496,7 +495,7 @@ class Promoter:
             if slot.tier_map.off_device(low, low + unit):
                 continue
             at = [slot.addr + layout.offset(0, low, one) for one in range(layout.num_tensors)]
-            each = list(map(self._mapper.query, at))
+            each = list(map(self._reclaimer.mapper.context.query, at))
             if all(one.entry_bytes > layout.page_size for one in each):
                 continue
             run = low not in joined and all(one.run_bytes >= BLOCK_BYTES for one in each)

@@ -25,7 +25,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import repeat
+from dataclasses import dataclass
+from itertools import groupby, repeat
 from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -79,6 +80,7 @@ def pages_by_tier(stretches: Iterable[Stretch]) -> Counter[Tier]:
     return found
 
 
+@dataclass(slots=True, eq=False)
 class TierMap:
     """The intervals of a slot's off-device pages, in order. Immutable.
 
@@ -86,20 +88,13 @@ class TierMap:
         noted: the intervals, each with its tier.
     """
 
-    __slots__ = ("noted",)
-
-    def __init__(self, noted: Sequence[Stretch] = ()) -> None:
-        self.noted = noted
-
-    def __bool__(self) -> bool:
-        return bool(self.noted)
+    noted: Sequence[Stretch] = ()
 
     def put(self, *stretches: Stretch) -> TierMap:
         """Returns a copy in which the pages of each stretch are in the stretch's tier."""
         noted = self.noted
         for low, high, tier in stretches:
-            if noted or tier != DEVICE:
-                noted = _without(noted, low, high)
+            noted = TierMap(noted).without(low, high).noted
             if tier != DEVICE and low < high:
                 joined: list[Stretch] = []
                 for start, end, one in sorted([*noted, (low, high, tier)]):
@@ -112,7 +107,14 @@ class TierMap:
 
     def without(self, low: int, high: int) -> TierMap:
         """Returns a copy without the entries in [low, high)."""
-        return TierMap(_without(self.noted, low, high))
+        return TierMap(
+            [
+                (start, end, tier)
+                for first, last, tier in self.noted
+                for start, end in ((first, min(last, low)), (max(first, high), last))
+                if start < end
+            ]
+        )
 
     def within(self, low: int, high: int) -> TierMap:
         """Returns a copy with only the entries in [low, high)."""
@@ -143,18 +145,6 @@ class TierMap:
     def off_device_end(self) -> int:
         """The end of the last off-device page; 0 if all pages are on the device."""
         return self.noted[-1][1] if self.noted else 0
-
-    def __repr__(self) -> str:
-        return f"<TierMap {self.noted}>"
-
-
-def _without(noted: Sequence[Stretch], low: int, high: int) -> list[Stretch]:
-    return [
-        (start, end, tier)
-        for first, last, tier in noted
-        for start, end in ((first, min(last, low)), (max(first, high), last))
-        if start < end
-    ]
 
 
 ALL_ON_DEVICE = TierMap()
@@ -472,11 +462,10 @@ class SharedPages:
 
 def _unheld(block: Block, low: int, refs: Sequence[int]) -> list[Part]:
     """Returns the maximal ranges of zeros in `refs`, the refcounts of pages from `low` on."""
-    found, start = [], 0
-    for page in range(len(refs) + 1):
-        if page < len(refs) and not refs[page]:
-            continue
-        if start < page:
-            found.append(Part(block, low + start, low + page))
-        start = page + 1
+    found = []
+    for held, run in groupby(refs, bool):
+        high = low + len(list(run))
+        if not held:
+            found.append(Part(block, low, high))
+        low = high
     return found

@@ -51,18 +51,7 @@ if TYPE_CHECKING:
     from pyvmem.memory.pages import Ticket
     from pyvmem.memory.reservation import Reservation
 
-__all__ = [
-    "Unmap",
-    "Grant",
-    "Growth",
-    "Move",
-    "Piece",
-    "QuietTicket",
-    "DoneTicket",
-    "Slot",
-    "SlotTable",
-    "Slide",
-]
+__all__ = ["Grant", "Growth", "Move", "Piece", "QuietTicket", "Slide", "Slot", "SlotTable", "Unmap"]
 
 _log = logging.getLogger(__name__)
 
@@ -423,7 +412,7 @@ class Unmap:
 
     `dirty`, `head` and `tier_map` restore the slot if the batch fails. `span` holds the shared
     pages in the range, whose references are dropped on completion. `off_device` counts unshared
-    off-device pages, by tier.
+    off-device pages, by tier. `ticket` is None if the batch ran in the calling thread.
     """
 
     takes_pages: ClassVar[bool] = True
@@ -445,7 +434,7 @@ class Unmap:
 
     def done(self) -> bool:
         """True if the batch has finished, successfully or not."""
-        return bool(self.ticket.done())
+        return self.ticket is None or bool(self.ticket.done())
 
 
 @dataclass(slots=True, eq=False)
@@ -466,7 +455,7 @@ class Slide:
     heads: list[int]
     shares: list[Span]
     span: Span
-    ticket: Any
+    ticket: Ticket
     quiet: bool
     tier_map: dict[Slot, TierMap]
     off_device: dict[Tier, int]
@@ -478,20 +467,7 @@ class Slide:
 
     def done(self) -> bool:
         """True if the batch has finished, successfully or not."""
-        return bool(self.ticket.done())
-
-
-class DoneTicket:
-    """The ticket of a batch that ran in the calling thread and succeeded."""
-
-    __slots__ = ()
-
-    def done(self) -> bool:
-        """Returns True."""
-        return True
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Returns immediately."""
+        return self.ticket.done()
 
 
 @dataclass(slots=True, eq=False)
