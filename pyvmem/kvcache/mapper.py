@@ -79,32 +79,25 @@ class Mapper:
         return self.context.gather(addr, size, count, stride, pages)
 
     def relocate(
-        self,
-        ops: OpBatch,
-        size: int,
-        count: int,
-        source: int,
-        source_stride: int,
-        target: int,
-        target_stride: int,
+        self, ops: OpBatch, size: int, count: int, source: tuple[int, int], target: tuple[int, int]
     ) -> Pages:
-        """Adds operations that map pages at other addresses, over the pages there.
+        """Adds operations to `ops` that map pages at other addresses, in place of the pages there.
 
         Args:
             ops: the batch.
             size: bytes per tensor.
             count: number of tensors.
-            source, source_stride: address in the first tensor, and distance between tensors; the
-                pages are no longer mapped here.
-            target, target_stride: the same for the new mapping.
+            source: where the pages are mapped now: the address in the first tensor, and the
+                distance between tensors.
+            target: where they will be mapped instead.
 
         Returns:
             A handle to the pages, which the batch consumes.
         """
-        pages = self.gather(source, size, count, source_stride)
-        how = {"consume": True, "replace": True, "split": True}
-        ops.map(target, size, pages, 0, count, target_stride, **how)
-        ops.unmap(source, size, count, source_stride)
+        (old, old_stride), (new, stride) = source, target
+        pages = self.gather(old, size, count, old_stride)
+        ops.map(new, size, pages, 0, count, stride, consume=True, replace=True, split=True)
+        ops.unmap(old, size, count, old_stride)
         return pages
 
     def drop_range(
@@ -140,38 +133,30 @@ class Mapper:
             return
         if not out:  # written pages must stay granted if the call fails: they are no longer zero
             self.journal.made()
-        if self._by_kernel(size, addresses, host, out):
-            return
-        pieces = (part[at : at + size] for part in host for at in range(0, part.nbytes, size))
-        for address, piece in zip(map(int, addresses), pieces, strict=True):
-            if out:
-                self.context.read_into(address, piece)
-            else:
-                self.context.write(address, piece)
-
-    def _by_kernel(
-        self, size: int, addresses: Sequence[int], host: Sequence[memoryview], out: bool
-    ) -> bool:
-        """Copies with the copy kernel, which is fast for scattered pages.
-
-        Returns False if the kernel is unavailable.
-        """
         try:
             import numpy as np
 
             from pyvmem.memory.host_copies import Pieces, copy_now
         except ImportError:
-            return False
-        starts = [
-            np.frombuffer(part, dtype=np.uint8).ctypes.data + np.arange(0, part.nbytes, size)
-            for part in host
-        ]
-        pieces = Pieces(
-            np.array(addresses, dtype=np.int64),
-            np.concatenate(starts).astype(np.int64),
-            np.full(len(addresses), size, dtype=np.int64),
-        )
-        return copy_now(self.context, out, pieces)
+            pass
+        else:  # the copy kernel, if available, is fast for scattered pages
+            starts = [
+                np.frombuffer(part, dtype=np.uint8).ctypes.data + np.arange(0, part.nbytes, size)
+                for part in host
+            ]
+            pieces = Pieces(
+                np.array(addresses, dtype=np.int64),
+                np.concatenate(starts).astype(np.int64),
+                np.full(len(addresses), size, dtype=np.int64),
+            )
+            if copy_now(self.context, out, pieces):
+                return
+        parts = (part[at : at + size] for part in host for at in range(0, part.nbytes, size))
+        for address, piece in zip(map(int, addresses), parts, strict=True):
+            if out:
+                self.context.read_into(address, piece)
+            else:
+                self.context.write(address, piece)
 
 
 class Scratch:
@@ -209,12 +194,11 @@ class Scratch:
         journal.unrecorded[made] = None
         return context.reserve(nbytes, visible=visible, align=self._align, into=made)
 
-    def give(self, addresses: Reservation) -> None:
-        """Takes back unmapped addresses for reuse, unless they had to be abandoned."""
-        self._mapper.journal.change(self.give_edits(addresses))
-
     def give_edits(self, addresses: Reservation) -> list[list[Any]]:
-        """Returns the edits for `give`."""
+        """Returns the edits that take back unmapped addresses for reuse.
+
+        There are none if the addresses had to be abandoned.
+        """
         if self._kept is None and addresses.is_open:  # otherwise they are freed when the call ends
             return [[self, "_kept", addresses], [self._mapper.journal.unrecorded, addresses, ...]]
         return []
@@ -229,13 +213,11 @@ class Scratch:
         ops = OpBatch(1)
         ops.unmap(addresses.addr, nbytes)
         try:
-            self._mapper.commit([*edits], ops)
+            self._mapper.commit([*edits, *self.give_edits(addresses)], ops)
         except VMemError:
             journal = self._mapper.journal
             full = [[self, "_full", [*self._full, addresses]], [journal.unrecorded, addresses, ...]]
             journal.change([*edits, *full])
-        else:
-            self.give(addresses)
 
     def retry(self) -> None:
         """Retries failed unmaps."""

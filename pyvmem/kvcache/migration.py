@@ -89,24 +89,19 @@ class Mover:
         if not move.stretches:
             self._journal.change(edits)
             return
-        layout, unit = self._layout, max(1, self._layout.block)
+        layout, unit, size = self._layout, max(1, self._layout.block), self._layout.page_size
         move.first = move.stretches[0][0] // unit * unit
         pages = -(-move.stretches[-1][1] // unit) * unit - move.first
-        move.stride = pages * layout.page_size
+        move.stride = pages * size
         addresses = move.addresses = self._scratch.take(move.stride * layout.num_tensors)
         ticket = move.ticket = Ticket(self._mapper.context) if background else None
         ops = OpBatch(len(move.stretches))
         for low, high, tier in move.stretches:
+            at, own = addresses.addr + (low - move.first) * size, move.slot.addr + low * size
+            shape = (high - low) * size, layout.num_tensors, move.stride, size
+            place, stride = int(tier.location), layout.tensor_bytes
             ops.populate(
-                addresses.addr + (low - move.first) * layout.page_size,
-                (high - low) * layout.page_size,
-                layout.num_tensors,
-                move.stride,
-                layout.page_size,
-                location=int(tier.location),
-                device=tier.device,
-                copy_from=move.slot.addr + low * layout.page_size,
-                copy_stride=layout.tensor_bytes,
+                at, *shape, location=place, device=tier.device, copy_from=own, copy_stride=stride
             )
         edits += [*self._counts(move, 1), [self._journal.unrecorded, addresses, ...]]
         after, waits = [] if event is None else [event], self._counters.waits
@@ -114,7 +109,7 @@ class Mover:
             self._mapper.commit(edits, ops, after, ticket=ticket, waits=waits)
         except VMemError:
             move.addresses = move.ticket = None
-            self._scratch.give(addresses)
+            self._journal.change(self._scratch.give_edits(addresses))
             raise
 
     def _counts(self, move: Move, sign: int) -> list[list[Any]]:
@@ -187,11 +182,11 @@ class Mover:
         slot, counters, pages, large_end = move.slot, self._counters, 0, move.slot.large_end
         off_device: Counter[Tier] = Counter()
         assert move.addresses is not None
-        tensors, stride = layout.num_tensors, layout.tensor_bytes
+        size, tensors = layout.page_size, layout.num_tensors
         for low, high, _ in move.stretches:
-            scratch = move.addresses.addr + (low - move.first) * layout.page_size
-            target, nbytes = slot.addr + low * layout.page_size, (high - low) * layout.page_size
-            self._mapper.relocate(ops, nbytes, tensors, scratch, move.stride, target, stride)
+            scratch = move.addresses.addr + (low - move.first) * size, move.stride
+            target = slot.addr + low * size, layout.tensor_bytes
+            self._mapper.relocate(ops, (high - low) * size, tensors, scratch, target)
             pages += high - low
             off_device.update(slot.tier_map.off_device(low, high))
             large_end = slot.large_end_with(low, high, large_end)
@@ -209,11 +204,11 @@ class Mover:
         """Joins the pages of each run, in all tensors."""
         layout, slot, large_end = self._layout, move.slot, move.slot.large_end
         ops = OpBatch(len(move.runs))
-        for low, high in move.runs:
+        for low, high, _ in move.runs:
             at, nbytes = slot.addr + low * layout.page_size, (high - low) * layout.page_size
             ops.join(at, nbytes, layout.num_tensors, layout.tensor_bytes)
             large_end = slot.large_end_with(low, high, large_end)
-        edits = self._promoted(self.joined, slot, [low for low, _ in move.runs])
+        edits = self._promoted(self.joined, slot, [low for low, *_ in move.runs])
         self._mapper.commit([[slot, "large_end", large_end], *edits], ops, after)
 
     def _promoted(
@@ -226,15 +221,6 @@ class Mover:
     def blocks(self, slot: Slot) -> int:
         """Returns the number of full blocks that the slot's request owns."""
         return slot.granted // self._layout.block
-
-    def forget_edits(self, slot: Slot, low: int) -> list[list[Any]]:
-        """Returns the edits that forget promoted blocks from page `low` on."""
-        index, unit = slot.index, self._layout.block
-        return [
-            [noted, index, {at: n for at, n in noted[index].items() if at + unit <= low}]
-            for noted in (self.joined, self.copied)
-            if index in noted
-        ]
 
     # ---- cancelling ------------------------------------------------------------------------------
 
@@ -351,20 +337,17 @@ class Mover:
     ) -> None:
         """Removes a move from the records in one change with `edits` and, if given, a batch."""
         addresses, slot = move.addresses, move.slot
-        edits = [*edits, [move, "addresses", None]]
+        left = [one for one in self.cancelled if one is not move]
+        edits = [*edits, [move, "addresses", None], [self, "cancelled", left]]
         if self.moves.get(slot) is move:
             edits.append([self.moves, slot, ...])
-        if self.cancelled:
-            left = [one for one in self.cancelled if one is not move]
-            edits.append([self, "cancelled", left])
         if addresses is not None:
-            edits.append([self._journal.unrecorded, addresses, None])
+            made = [self._journal.unrecorded, addresses, None]
+            edits += [made, *self._scratch.give_edits(addresses)]
         if ops is None:
             self._journal.change(edits)
         else:
             self._mapper.commit(edits, ops, after)
-        if addresses is not None:
-            self._scratch.give(addresses)
 
     def owns(self, made: object) -> bool:
         """Returns whether the reservation belongs to a move."""
@@ -443,7 +426,14 @@ class Promoter:
 
     def forget_edits(self, slot: Slot, page: int = 0) -> list[list[Any]]:
         """Returns the edits for pages, from `page` on, that change owner or may be rewritten."""
-        return [*self._mover.forget_edits(slot, page), [self._next, slot.index, 0]]
+        index, last = slot.index, page - self._unit
+        edits: list[list[Any]] = [[self._next, index, 0]]
+        for noted in (self._mover.joined, self._mover.copied):
+            if index in noted:
+                edits.append(
+                    [noted, index, {at: n for at, n in noted[index].items() if at <= last}]
+                )
+        return edits
 
     def promote(self, slot: Slot, held: int, work: PriorWork, *, wait: bool) -> int:
         """Implements `KVCache.promote` for the first `held` rows."""
@@ -467,7 +457,7 @@ class Promoter:
         unit, reclaimer = self._unit, self._reclaimer
         room = (reclaimer.free - reclaimer.low_pages) // (unit * self._layout.num_tensors)
         new = [(low, low + unit, DEVICE) for low in copies[: max(0, room)] if self._copies]
-        move = Move(slot, new, [(low, low + unit) for low in runs], promotes=True)
+        move = Move(slot, new, [(low, low + unit, DEVICE) for low in runs], promotes=True)
         if not move.stretches and not move.runs:
             return 0
         try:

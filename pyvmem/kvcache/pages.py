@@ -169,13 +169,7 @@ class Block:
     __slots__ = ("events", "gone", "handle", "off_device", "pages", "refs", "tier", "users")
 
     def __init__(
-        self,
-        handle: Pages,
-        pages: int,
-        events: list[Any],
-        tier: Tier = DEVICE,
-        *,
-        holders: int = 1,
+        self, handle: Pages, pages: int, events: list[Any], tier: Tier = DEVICE, *, holders: int = 1
     ) -> None:
         self.handle = handle
         self.tier = tier

@@ -487,7 +487,7 @@ class Move:
 
     slot: Slot
     stretches: list[Stretch]
-    runs: list[tuple[int, int]] = field(default_factory=list)
+    runs: list[Stretch] = field(default_factory=list)
     first: int = 0
     stride: int = 0
     addresses: Reservation | None = None
@@ -497,8 +497,7 @@ class Move:
     @property
     def pages(self) -> int:
         """The number of pages per tensor that the move copies or remaps."""
-        runs = sum(high - low for low, high in self.runs)
-        return runs + sum(high - low for low, high, _ in self.stretches)
+        return sum(high - low for low, high, _ in (*self.runs, *self.stretches))
 
     def here(self) -> int:
         """Returns the number of new device pages per tensor."""
@@ -506,13 +505,11 @@ class Move:
 
     def begins_before(self, page: int) -> bool:
         """True if the move changes a page below `page`."""
-        starts = [low for low, *_ in self.runs] + [low for low, *_ in self.stretches]
-        return min(starts, default=page) < page
+        return any(low < page for low, _, _ in (*self.runs, *self.stretches))
 
     def ends_after(self, page: int) -> bool:
         """True if the move changes `page` or a later page."""
-        ends = [high for _, high in self.runs] + [high for _, high, _ in self.stretches]
-        return max(ends, default=0) > page
+        return any(high > page for _, high, _ in (*self.runs, *self.stretches))
 
     def done(self) -> bool:
         """True if the copies have finished, successfully or not."""
@@ -539,7 +536,6 @@ class QuietTicket:
         """Waits like `Ticket.wait`; raises only `Timeout`."""
         try:
             self._ticket.wait(timeout)
-        except Timeout:
-            raise
-        except VMemError:
-            pass
+        except VMemError as error:
+            if isinstance(error, Timeout):
+                raise

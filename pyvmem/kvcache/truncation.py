@@ -175,9 +175,9 @@ class Truncation:
         ]
         tensors = layout.num_tensors
         if self.addresses is not None:
-            scratch, size = self.addresses.addr, self.stride
-            target, stride = slot.addr + self.shared * layout.page_size, layout.tensor_bytes
-            copies = group.mapper.relocate(ops, size, tensors, scratch, size, target, stride)
+            scratch = self.addresses.addr, self.stride
+            target = slot.addr + self.shared * layout.page_size, layout.tensor_bytes
+            copies = group.mapper.relocate(ops, self.stride, tensors, scratch, target)
             edits += (
                 [self, "addresses", None],
                 [group.journal.unrecorded, copies, ...],
@@ -187,13 +187,8 @@ class Truncation:
                 *group.scratch.give_edits(self.addresses),
             )
         if self.end < slot.mapped:
-            ops.unmap(
-                slot.addr + self.end * layout.page_size,
-                (slot.mapped - self.end) * layout.page_size,
-                tensors,
-                layout.tensor_bytes,
-                split=True,
-            )
+            at, nbytes = self.end * layout.page_size, (slot.mapped - self.end) * layout.page_size
+            ops.unmap(slot.addr + at, nbytes, tensors, layout.tensor_bytes, split=True)
         return edits
 
     def edits(self, work: PriorWork) -> list[list[Any]]:
@@ -265,16 +260,10 @@ def _copy_all(copies: Sequence[Truncation]) -> bool:
                 for event in block.events:
                     wait_for(event)
             addresses = one.group.scratch.take(one.stride * layout.num_tensors)
-            ops.populate(
-                addresses.addr,
-                one.stride,
-                layout.num_tensors,
-                one.stride,
-                layout.page_size,
-                copy_from=one.slot.addr + one.shared * layout.page_size,
-                copy_stride=layout.tensor_bytes,
-                copy_bytes=one.nbytes - one.shared * layout.page_size,
-            )
+            place = addresses.addr, one.stride, layout.num_tensors, one.stride, layout.page_size
+            at, stride = one.shared * layout.page_size, layout.tensor_bytes
+            source, nbytes = one.slot.addr + at, one.nbytes - at
+            ops.populate(*place, copy_from=source, copy_stride=stride, copy_bytes=nbytes)
             edits += (
                 [one, "addresses", addresses],
                 [reclaimer, "device_pages", reclaimer.device_pages + one.new_pages],

@@ -105,6 +105,11 @@ def clear(manager: Manager, find_blockers: FindBlockers) -> None:
 # ---- work in flight ------------------------------------------------------------------------------
 
 
+def _work(events: list[Any]) -> Blockers:
+    """Lists the GPU work before these events that may not be complete."""
+    return [partial(wait_for, event) for event in prune(events)]
+
+
 def _job(slot: Slot) -> Blockers:
     """Lists the slot's batch in flight and the earlier owners' work that a growth must wait for."""
     job = slot.job
@@ -115,7 +120,7 @@ def _job(slot: Slot) -> Blockers:
         QuietTicket(ticket).wait for ticket in tickets if ticket is not None and not ticket.done()
     ]
     if isinstance(job, Growth):
-        waits += [partial(wait_for, event) for event in prune(job.handover)]
+        waits += _work(job.handover)
     return waits
 
 
@@ -209,12 +214,8 @@ def before_prefix(
     finally:
         if match is not tokens:
             match.release()
-    return [
-        partial(wait_for, event)
-        for span in spans
-        for block, *_ in span.parts
-        for event in prune(block.events)
-    ]
+    blocks = [block for span in spans for block, *_ in span.parts]
+    return [wait for block in blocks for wait in _work(block.events)]
 
 
 def before_swap_out(groups: Groups, reqid: int, work: PriorWork) -> Blockers:
@@ -237,7 +238,7 @@ def before_swap_in(groups: Groups, length: int, work: PriorWork) -> Blockers:
         slot = group.table[found.index]
         waits += _job(slot)
         if slot.mapped:
-            waits += [partial(wait_for, one) for one in prune(slot.events)]
+            waits += _work(slot.events)
     return waits
 
 
@@ -279,15 +280,12 @@ def before_move(groups: Groups, reqid: int, work: PriorWork, *, wait: bool) -> B
 
 def before_reclaim(groups: Groups, keep: Collection[int], *, wait: bool) -> Blockers:
     """Lists the blockers of `CacheMemory.reclaim_free`."""
-    if not wait:
-        return []
-    return [
-        blocker
-        for group in groups
-        for slot in group.table.free
-        if slot.index not in keep
-        for blocker in _emptied(group, slot)
-    ]
+    waits: Blockers = []
+    for group in groups if wait else ():
+        for slot in group.table.free:
+            if slot.index not in keep:
+                waits += _emptied(group, slot)
+    return waits
 
 
 def before_trim(
@@ -299,21 +297,16 @@ def before_trim(
         return []
     if prefixes == "host":
         for block in chain.from_iterable(map(_blocks, groups)):
-            waits += [partial(wait_for, event) for event in prune(block.events)]
+            waits += _work(block.events)
         if waits:
             return waits
     for group in groups:
-        waits += [
-            wait
-            for job in group.pager.growths
-            if not job.awaited
-            for slot in job.slots[:1]
-            for wait in _job(slot)
-        ]
+        idle = [job.slots[0] for job in group.pager.growths if job.slots and not job.awaited]
+        waits += chain.from_iterable(map(_job, idle))
         group.reclaimer.release_stale(kept=True)
     for group in groups:
         begin_trim(group, prefixes, leased=True)
         waits += [QuietTicket(one.ticket).wait for one in group.reclaimer.unmaps if not one.done()]
     if compact is None and can_compact(manager):
-        waits += [partial(wait_for, event) for event in last_work(groups)]
+        waits += _work(last_work(groups))
     return waits
