@@ -10,18 +10,16 @@ succeeded, they contain all edits, whatever happens next (journal.py).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pyvmem._native import Outcome, Waits
 from pyvmem.errors import NotRecoverable, VMemError
+from pyvmem.kvcache.journal import Journal
+from pyvmem.memory.context import Context
 from pyvmem.memory.info import Caps
 from pyvmem.memory.ops import OpBatch
 from pyvmem.memory.pages import Pages, Ticket
 from pyvmem.memory.reservation import Reservation
-
-if TYPE_CHECKING:
-    from pyvmem.kvcache.journal import Journal
-    from pyvmem.memory.context import Context
 
 __all__ = ["Mapper", "Scratch"]
 

@@ -245,11 +245,8 @@ class Mover:
         self.sweep()
 
     def _cancel_edits(self, move: Move) -> list[list[Any]]:
-        """Returns the edits that cancel a move; its scratch addresses, if any, are freed later."""
-        edits: list[list[Any]] = [[self.moves, move.slot, ...]]
-        if move.addresses is not None:
-            edits.append([self, "cancelled", [*self.cancelled, move]])
-        return edits
+        """Returns the edits that cancel a move; a later `sweep` frees its scratch addresses."""
+        return [[self.moves, move.slot, ...], [self, "cancelled", [*self.cancelled, move]]]
 
     def make_way(self, slot: Slot, page: int) -> bool:
         """Cancels a move that changes pages below `page`. Returns False while its copies run."""
@@ -316,7 +313,7 @@ class Mover:
         ops = OpBatch(1)
         ops.unmap(move.addresses.addr, move.stride * self._layout.num_tensors, holes=True)
         try:
-            self._take_out(move, self._counts(move, -1), ops)
+            self._take_out(move, self._counts(move, -1), ops, [])
         except NotRecoverable:
             move.addresses.leave()  # quarantined
             self._remove(move)
@@ -326,14 +323,10 @@ class Mover:
 
     def _remove(self, move: Move) -> None:
         """Removes from the records a move that has nothing mapped at its scratch addresses."""
-        self._take_out(move, self._counts(move, -1))
+        self._take_out(move, self._counts(move, -1), None, [])
 
     def _take_out(
-        self,
-        move: Move,
-        edits: list[list[Any]],
-        ops: OpBatch | None = None,
-        after: Sequence[Any] = (),
+        self, move: Move, edits: list[list[Any]], ops: OpBatch | None, after: list[Any]
     ) -> None:
         """Removes a move from the records in one change with `edits` and, if given, a batch."""
         addresses, slot = move.addresses, move.slot
@@ -391,8 +384,6 @@ class Promoter:
         self._layout = layout = reclaimer.layout
         self._unit = layout.block
         self._kept = config.window_tile
-        # Ranks that must agree make no copies, since they would free them at different times.
-        self._copies = not reclaimer.table.lockstep
         # For each slot, the length at which to check again. This is only a hint: a wrong length may
         # delay a promotion but not prevent it.
         self._next = [0] * config.max_batch
@@ -430,9 +421,8 @@ class Promoter:
         edits: list[list[Any]] = [[self._next, index, 0]]
         for noted in (self._mover.joined, self._mover.copied):
             if index in noted:
-                edits.append(
-                    [noted, index, {at: n for at, n in noted[index].items() if at <= last}]
-                )
+                left = {low: blocks for low, blocks in noted[index].items() if low <= last}
+                edits.append([noted, index, left])
         return edits
 
     def promote(self, slot: Slot, held: int, work: PriorWork, *, wait: bool) -> int:
@@ -456,7 +446,9 @@ class Promoter:
         """
         unit, reclaimer = self._unit, self._reclaimer
         room = (reclaimer.free - reclaimer.low_pages) // (unit * self._layout.num_tensors)
-        new = [(low, low + unit, DEVICE) for low in copies[: max(0, room)] if self._copies]
+        # Ranks that must agree make no copies, since they would free them at different times.
+        copies = [] if reclaimer.table.lockstep else copies[: max(0, room)]
+        new = [(low, low + unit, DEVICE) for low in copies]
         move = Move(slot, new, [(low, low + unit, DEVICE) for low in runs], promotes=True)
         if not move.stretches and not move.runs:
             return 0

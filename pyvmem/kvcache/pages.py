@@ -28,15 +28,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby, repeat
 from operator import add
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from pyvmem.errors import VMemError
 from pyvmem.kvcache.layout import Layout
+from pyvmem.kvcache.mapper import Mapper
 from pyvmem.memory.info import Location
-
-if TYPE_CHECKING:
-    from pyvmem.kvcache.mapper import Mapper
-    from pyvmem.memory.pages import Pages
+from pyvmem.memory.pages import Pages
 
 __all__ = [
     "Block",
@@ -107,14 +105,13 @@ class TierMap:
 
     def without(self, low: int, high: int) -> TierMap:
         """Returns a copy without the entries in [low, high)."""
-        return TierMap(
-            [
-                (start, end, tier)
-                for first, last, tier in self.noted
-                for start, end in ((first, min(last, low)), (max(first, high), last))
-                if start < end
-            ]
-        )
+        left = [
+            (start, end, tier)
+            for first, last, tier in self.noted
+            for start, end in ((first, min(last, low)), (max(first, high), last))
+            if start < end
+        ]
+        return TierMap(left)
 
     def within(self, low: int, high: int) -> TierMap:
         """Returns a copy with only the entries in [low, high)."""
@@ -257,7 +254,6 @@ class Span:
 
 
 EMPTY = Span(())
-NOTHING: Mapping[Span, int] = {}
 
 
 class SharedPages:
@@ -282,10 +278,7 @@ class SharedPages:
         self.unheld: dict[Part, None] = {}
 
     def use_edits(
-        self,
-        uses: Mapping[Span, int],
-        holds: Mapping[Span, int] = NOTHING,
-        new: Sequence[Block] = (),
+        self, uses: Mapping[Span, int], holds: Mapping[Span, int] = {}, new: Sequence[Block] = ()
     ) -> list[list[Any]]:
         """Returns the edits for requests that start or stop using shared pages.
 
@@ -324,10 +317,8 @@ class SharedPages:
             for block, numbers in copies.items():
                 edits.append([getattr(block, name), slice(None), numbers])
         for block in new:
-            edits += (
-                [self.blocks, block, None],
-                [self._mapper.journal.unrecorded, block.handle, ...],
-            )
+            edits.append([self.blocks, block, None])
+            edits.append([self._mapper.journal.unrecorded, block.handle, ...])
             if block.off_device:
                 off_device += sum(block.users)
             else:

@@ -23,7 +23,7 @@ from pyvmem.errors import (
 )
 from pyvmem.kvcache.events import prune
 from pyvmem.kvcache.layout import Layout
-from pyvmem.kvcache.pages import ALL_ON_DEVICE, EMPTY, NOTHING, SharedPages, Span, Tier
+from pyvmem.kvcache.pages import ALL_ON_DEVICE, EMPTY, SharedPages, Span, Tier
 from pyvmem.kvcache.slots import Piece, Slide, Slot, SlotTable, Unmap
 from pyvmem.kvcache.stats import Counters
 from pyvmem.memory.info import RangeFlags
@@ -419,7 +419,7 @@ class Reclaimer:
                     slid -= head - low
                     uses[share] += 1
             edits.append([self, "slid", slid])
-        edits += self.shared.use_edits(uses, {span: -1} if span.pages else NOTHING)
+        edits += self.shared.use_edits(uses, {span: -1} if span.pages else {})
         self.journal.change([*edits, *self.free_edits(freed, off_device)])
         self.drop_unheld()
 

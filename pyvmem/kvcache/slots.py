@@ -38,20 +38,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count as count_up
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from pyvmem._native import Columns, Kind, Row
 from pyvmem.errors import NotRecoverable, Timeout, VMemError
 from pyvmem.kvcache.events import prune
+from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.pages import ALL_ON_DEVICE, DEVICE, EMPTY, Span, Stretch, Tier, TierMap
+from pyvmem.memory.pages import Ticket
+from pyvmem.memory.reservation import Reservation
 from pyvmem.plumbing.logs import warn
 
-if TYPE_CHECKING:
-    from pyvmem.kvcache.journal import Journal
-    from pyvmem.memory.pages import Ticket
-    from pyvmem.memory.reservation import Reservation
-
-__all__ = ["Grant", "Growth", "Move", "Piece", "QuietTicket", "Slide", "Slot", "SlotTable", "Unmap"]
+__all__ = ["Growth", "Move", "Piece", "QuietTicket", "Slide", "Slot", "SlotTable", "Unmap"]
 
 _log = logging.getLogger(__name__)
 
@@ -351,11 +349,9 @@ class SlotTable:
             yield from (slot for slot in later if slot.job is None)
 
 
-# These are plain tuples, since `step_async` must take only microseconds and creates dozens of them.
+# A plain tuple, like a grant, since `step_async` must take only microseconds and creates dozens.
 Piece: TypeAlias = tuple[Slot, int, int]
 """Pages [low, high) of a slot, in every tensor."""
-Grant: TypeAlias = tuple[Slot, int, int]
-"""A slot, its owner number, and the pages per tensor that this owner will have."""
 
 
 @dataclass(slots=True, eq=False)
@@ -368,14 +364,15 @@ class Growth:
     the new owner's stream must wait for, for pages that are not zero-filled. With `ahead`, the
     pages are not granted, since no caller requested them. With `quiet`, a failure is not raised,
     since no caller requested the growth or another group in the same batch raises it. The counts
-    are physical pages.
+    are physical pages. `grants` holds slots, each with its owner number and the pages per tensor
+    that this owner will have.
     """
 
     takes_pages: ClassVar[bool] = False
 
     slots: list[Slot]
     pieces: list[Piece] = field(default_factory=list)
-    grants: list[Grant] = field(default_factory=list)
+    grants: list[tuple[Slot, int, int]] = field(default_factory=list)
     handover: list[Any] = field(default_factory=list)
     mapping: Any = None
     filling: Any = None

@@ -51,9 +51,8 @@ def tier_of(group: Group, location: str | Location, device: Any) -> Tier:
         return Tier(place)
     if device is None:
         raise invalid("location 'peer' needs one of the context's devices")
-    ordinal, own = device_ordinal(device), info.devices[0]
-    if ordinal == own or ordinal not in info.devices:
-        peers = [one for one in info.devices if one != own]
+    ordinal, peers = device_ordinal(device), list(info.devices[1:])
+    if ordinal not in peers:
         raise invalid(f"device {ordinal} is not one of the context's peers, {peers}")
     return Tier(place, ordinal)
 

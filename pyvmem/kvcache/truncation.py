@@ -7,7 +7,7 @@ import operator
 from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pyvmem.errors import NotRecoverable, VMemError
 from pyvmem.kvcache.checks import invalid
@@ -17,9 +17,7 @@ from pyvmem.kvcache.growth import reclaim_for
 from pyvmem.kvcache.pages import Tier
 from pyvmem.kvcache.slots import Slot
 from pyvmem.memory.ops import OpBatch
-
-if TYPE_CHECKING:
-    from pyvmem.memory.reservation import Reservation
+from pyvmem.memory.reservation import Reservation
 
 __all__ = ["copied", "kept_rows", "planned", "truncate"]
 
@@ -173,11 +171,10 @@ class Truncation:
             *group.reclaimer.shared.use_edits({gone: -1}, {gone: -1}),
             *group.reclaimer.free_edits(slot.here_from(own), off_device),
         ]
-        tensors = layout.num_tensors
         if self.addresses is not None:
             scratch = self.addresses.addr, self.stride
             target = slot.addr + self.shared * layout.page_size, layout.tensor_bytes
-            copies = group.mapper.relocate(ops, self.stride, tensors, scratch, target)
+            copies = group.mapper.relocate(ops, self.stride, layout.num_tensors, scratch, target)
             edits += (
                 [self, "addresses", None],
                 [group.journal.unrecorded, copies, ...],
@@ -188,7 +185,7 @@ class Truncation:
             )
         if self.end < slot.mapped:
             at, nbytes = self.end * layout.page_size, (slot.mapped - self.end) * layout.page_size
-            ops.unmap(slot.addr + at, nbytes, tensors, layout.tensor_bytes, split=True)
+            ops.unmap(slot.addr + at, nbytes, layout.num_tensors, layout.tensor_bytes, split=True)
         return edits
 
     def edits(self, work: PriorWork) -> list[list[Any]]:

@@ -19,11 +19,11 @@ so that the call itself raises the error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from pyvmem._native import Kind
 from pyvmem.errors import VMemError
@@ -36,9 +36,6 @@ from pyvmem.kvcache.slots import Growth, QuietTicket, Slot
 from pyvmem.kvcache.trim import begin_trim, can_compact, last_work
 from pyvmem.kvcache.truncation import planned
 from pyvmem.memory.streams import Work
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable
 
 __all__ = [
     "Blockers",
@@ -115,10 +112,8 @@ def _job(slot: Slot) -> Blockers:
     job = slot.job
     if job is None:
         return []
-    tickets = [job.mapping, job.filling] if isinstance(job, Growth) else [job.ticket]
-    waits: Blockers = [
-        QuietTicket(ticket).wait for ticket in tickets if ticket is not None and not ticket.done()
-    ]
+    each = [job.mapping, job.filling] if isinstance(job, Growth) else [job.ticket]
+    waits: Blockers = [QuietTicket(one).wait for one in each if one is not None and not one.done()]
     if isinstance(job, Growth):
         waits += _work(job.handover)
     return waits
@@ -166,14 +161,13 @@ def before_fork(
             if group.layout.bytes_for(rows) > shared * group.layout.page_size:
                 waits += work.pending()
     table = groups[0].table
-    chosen = into
-    if chosen is None:  # the call prefers slots that have no pages in the first group
-        chosen = table.columns.pick(Kind.FREE, Kind.LOSING | Kind.CACHED)[:count]
-        if len(chosen) < count:
-            chosen = list(map(attrgetter("index"), table.emptiest(count)))
-    if len(chosen) == count:
+    if into is None:  # the call prefers slots that have no pages in the first group
+        into = table.columns.pick(Kind.FREE, Kind.LOSING | Kind.CACHED)[:count]
+        if len(into) < count:
+            into = list(map(attrgetter("index"), table.emptiest(count)))
+    if len(into) == count:
         for group in groups:
-            for index in chosen:
+            for index in into:
                 slot = group.table.slots[index]
                 if slot.job is not None or slot.mapped:
                     waits += _emptied(group, slot)

@@ -191,12 +191,11 @@ class Window:
         parts = chain.from_iterable(map(attrgetter("parts"), shares))
         span = Span(tuple(parts)) if keeping else EMPTY
         job = Slide(slots, owners, lows, heads, shares, span, ticket, quiet, tier_map, off_device)
-        gone = sum(heads) - sum(lows)
         edits += (
             [slots, "head", heads[:]],
             [slots, "job", [job] * len(slots)],
             [reclaimer, "unmaps", [*reclaimer.unmaps, job]],
-            [reclaimer, "slid", reclaimer.slid + gone],
+            [reclaimer, "slid", reclaimer.slid + sum(heads) - sum(lows)],
             [reclaimer, "coming", reclaimer.coming + job.pages],
             [reclaimer, "own_off_device", None],
         )
