@@ -438,9 +438,8 @@ class Group:
 
     def own_off_device(self) -> tuple[int, list[Slot]]:
         """Returns how many off-device pages per tensor requests own, and in which slots."""
-        found = [
-            (slot, self._own_away(slot)) for slot in self.table if slot.active and slot.tier_map
-        ]
+        owned = [slot for slot in self.table if slot.active and slot.tier_map.noted]
+        found = [(slot, self._own_away(slot)) for slot in owned]
         slots = [slot for slot, ranges in found if ranges]
         return sum(high - low for _, ranges in found for low, high in ranges), slots
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from pyvmem.errors import VMemError
 from pyvmem.kvcache.group import Group
-from pyvmem.kvcache.pages import Tier
+from pyvmem.kvcache.pages import DEVICE, Tier
 from pyvmem.kvcache.slots import Growth, Slide, Slot, Unmap
 from pyvmem.kvcache.stats import CacheStats, SlotInfo
 from pyvmem.memory.info import Location, RangeFlags
@@ -87,7 +87,7 @@ def stats(group: Group) -> CacheStats:
         * layout.num_tensors,
         active_pages=active_pages,
         shared_pages=reclaimer.shared.pages * layout.num_tensors,
-        moving_pages=group.mover.pages()[0] * layout.num_tensors,
+        moving_pages=group.mover.pages()[DEVICE] * layout.num_tensors,
         host_pages=_away(group, Location.HOST),
         peer_pages=_away(group, Location.PEER),
         prefix_pages=group.prefixes.pages(group.place) * layout.num_tensors,
@@ -140,7 +140,7 @@ def _large(group: Group, slot: Slot) -> int:
     layout, block = group.layout, group.layout.block
     return block * sum(
         all(
-            group.mapper.query(slot.addr + layout.offset(0, page, tensor)).entry_bytes
+            group.context.query(slot.addr + layout.offset(0, page, tensor)).entry_bytes
             > layout.page_size
             for tensor in range(layout.num_tensors)
         )
@@ -213,7 +213,7 @@ def check(group: Group) -> list[str]:
     )
     if not group.place:
         found.extend(group.prefixes.check())
-    held += shared.pages + group.mover.pages()[0]
+    held += shared.pages + group.mover.pages()[DEVICE]
     if (
         held + returning != reclaimer.device_pages // layout.num_tensors
         or reclaimer.device_pages % layout.num_tensors
@@ -359,7 +359,8 @@ def check_away(group: Group) -> list[str]:
     for unmap in group.reclaimer.unmaps:
         counted.update(unmap.off_device)
     counted.update(group.reclaimer.shared.off_device())
-    counted.update(group.mover.pages()[1])
+    counted.update(group.mover.pages())
+    del counted[DEVICE]
     found = []
     own = group.own_off_device()
     if group.reclaimer.own_off_device not in (None, own):

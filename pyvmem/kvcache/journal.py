@@ -23,7 +23,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Protocol
 
 from pyvmem import _native
@@ -113,12 +113,7 @@ class Journal:
         self._caller = sys._getframe(1)
         return True
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         if self._caller is not sys._getframe(1):
             return
         self._caller = sys._getframe(0)  # lets the next call detect that this one was interrupted

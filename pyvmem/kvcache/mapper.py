@@ -10,19 +10,16 @@ succeeded, they contain all edits, whatever happens next (journal.py).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pyvmem._native import Outcome, Waits
 from pyvmem.errors import NotRecoverable, VMemError
+from pyvmem.kvcache.journal import Journal
+from pyvmem.memory.context import Context
 from pyvmem.memory.info import Caps
 from pyvmem.memory.ops import OpBatch
 from pyvmem.memory.pages import Pages, Ticket
 from pyvmem.memory.reservation import Reservation
-
-if TYPE_CHECKING:
-    from pyvmem.kvcache.journal import Journal
-    from pyvmem.memory.context import Context
-    from pyvmem.memory.info import RangeInfo
 
 __all__ = ["Mapper", "Scratch"]
 
@@ -79,31 +76,40 @@ class Mapper:
         self.journal.unrecorded[pages] = None
         return self.context.gather(addr, size, count, stride, pages)
 
+    def relocate(
+        self, ops: OpBatch, size: int, count: int, source: tuple[int, int], target: tuple[int, int]
+    ) -> Pages:
+        """Adds operations to `ops` that map pages at other addresses, in place of the pages there.
+
+        Args:
+            ops: the batch.
+            size: bytes per tensor.
+            count: number of tensors.
+            source: where the pages are mapped now: the address in the first tensor, and the
+                distance between tensors.
+            target: where they will be mapped instead.
+
+        Returns:
+            A handle to the pages, which the batch consumes.
+        """
+        (old, old_stride), (new, stride) = source, target
+        pages = self.gather(old, size, count, old_stride)
+        ops.map(new, size, pages, 0, count, stride, consume=True, replace=True, split=True)
+        ops.unmap(old, size, count, old_stride)
+        return pages
+
     def drop_range(
-        self,
-        edits: list[list[Any]],
-        pages: Pages,
-        offset: int,
-        size: int,
-        count: int,
-        stride: int,
+        self, edits: list[list[Any]], pages: Pages, where: tuple[int, int, int, int]
     ) -> None:
-        """Drops part of a handle and applies the edits; if it fails, nothing has changed."""
+        """Drops part of a handle and applies the edits; if it fails, nothing has changed.
+
+        `where` is the part: the arguments of `Pages.drop_range`.
+        """
         outcome = Outcome(edits)
         self.journal.entries.append(outcome)
-        pages.drop_range(offset, size, count, stride, outcome)
-
-    def reserve(self, size: int, align: int, visible: bool | None) -> Reservation:
-        """Reserves addresses, which are freed after the call unless they are recorded."""
-        found = Reservation(self.context, Outcome())
-        self.journal.unrecorded[found] = None
-        return self.context.reserve(size, visible=visible, align=align, into=found)
+        pages.drop_range(*where, outcome)
 
     # ---- calls that change no records ------------------------------------------------------------
-
-    def query(self, addr: int) -> RangeInfo:
-        """See `Context.query`."""
-        return self.context.query(addr)
 
     def join(self, addr: int, size: int) -> int:
         """See `Context.join`; if interrupted, it may have joined some of the runs."""
@@ -125,38 +131,30 @@ class Mapper:
             return
         if not out:  # written pages must stay granted if the call fails: they are no longer zero
             self.journal.made()
-        if self._by_kernel(size, addresses, host, out):
-            return
-        pieces = (part[at : at + size] for part in host for at in range(0, part.nbytes, size))
-        for address, piece in zip(map(int, addresses), pieces, strict=True):
-            if out:
-                self.context.read_into(address, piece)
-            else:
-                self.context.write(address, piece)
-
-    def _by_kernel(
-        self, size: int, addresses: Sequence[int], host: Sequence[memoryview], out: bool
-    ) -> bool:
-        """Copies with the copy kernel, which is fast for scattered pages.
-
-        Returns False if the kernel is unavailable.
-        """
         try:
             import numpy as np
 
             from pyvmem.memory.host_copies import Pieces, copy_now
         except ImportError:
-            return False
-        starts = [
-            np.frombuffer(part, dtype=np.uint8).ctypes.data + np.arange(0, part.nbytes, size)
-            for part in host
-        ]
-        pieces = Pieces(
-            np.array(addresses, dtype=np.int64),
-            np.concatenate(starts).astype(np.int64),
-            np.full(len(addresses), size, dtype=np.int64),
-        )
-        return copy_now(self.context, out, pieces)
+            pass
+        else:  # the copy kernel, if available, is fast for scattered pages
+            starts = [
+                np.frombuffer(part, dtype=np.uint8).ctypes.data + np.arange(0, part.nbytes, size)
+                for part in host
+            ]
+            pieces = Pieces(
+                np.array(addresses, dtype=np.int64),
+                np.concatenate(starts).astype(np.int64),
+                np.full(len(addresses), size, dtype=np.int64),
+            )
+            if copy_now(self.context, out, pieces):
+                return
+        parts = (part[at : at + size] for part in host for at in range(0, part.nbytes, size))
+        for address, piece in zip(map(int, addresses), parts, strict=True):
+            if out:
+                self.context.read_into(address, piece)
+            else:
+                self.context.write(address, piece)
 
 
 class Scratch:
@@ -184,21 +182,21 @@ class Scratch:
         """
         if self._full:
             self.retry()
-        kept = self._kept
+        kept, context, journal = self._kept, self._mapper.context, self._mapper.journal
         if kept is not None:
-            journal = self._mapper.journal
             journal.change([[self, "_kept", None], [journal.unrecorded, kept, None]])
             if kept.nbytes >= nbytes:
                 return kept  # if too small, it is freed when the call ends
-        visible = False if Caps.PLAIN in self._mapper.context.info.caps else None
-        return self._mapper.reserve(nbytes, self._align, visible)
-
-    def give(self, addresses: Reservation) -> None:
-        """Takes back unmapped addresses for reuse, unless they had to be abandoned."""
-        self._mapper.journal.change(self.give_edits(addresses))
+        visible = False if Caps.PLAIN in context.info.caps else None
+        made = Reservation(context, Outcome())
+        journal.unrecorded[made] = None
+        return context.reserve(nbytes, visible=visible, align=self._align, into=made)
 
     def give_edits(self, addresses: Reservation) -> list[list[Any]]:
-        """Returns the edits for `give`."""
+        """Returns the edits that take back unmapped addresses for reuse.
+
+        There are none if the addresses had to be abandoned.
+        """
         if self._kept is None and addresses.is_open:  # otherwise they are freed when the call ends
             return [[self, "_kept", addresses], [self._mapper.journal.unrecorded, addresses, ...]]
         return []
@@ -213,13 +211,11 @@ class Scratch:
         ops = OpBatch(1)
         ops.unmap(addresses.addr, nbytes)
         try:
-            self._mapper.commit([*edits], ops)
+            self._mapper.commit([*edits, *self.give_edits(addresses)], ops)
         except VMemError:
             journal = self._mapper.journal
             full = [[self, "_full", [*self._full, addresses]], [journal.unrecorded, addresses, ...]]
             journal.change([*edits, *full])
-        else:
-            self.give(addresses)
 
     def retry(self) -> None:
         """Retries failed unmaps."""
@@ -238,10 +234,9 @@ class Scratch:
 
     def close(self) -> None:
         """Frees all addresses."""
+        if self._kept is not None:
+            self._full.append(self._kept)
         self.retry()
-        for addresses in (*self._full, *(() if self._kept is None else (self._kept,))):
-            try:
-                addresses.close(unmap=True)
-            except VMemError:
-                addresses.leave()
+        for addresses in self._full:
+            addresses.leave()
         self._kept, self._full = None, []

@@ -45,9 +45,8 @@ def who_has_mappings(groups: Sequence[Group]) -> str:
     return f"of {total} in the context, " + ", ".join(texts)
 
 
-def warn_out_of_mappings(groups: Sequence[Group]) -> None:
+def warn_out_of_mappings(groups: Sequence[Group], reason: str) -> None:
     """Logs why a step ran out of mappings, and who holds them."""
-    reasons = [group.pager.runs.refused for group in groups if group.pager.runs.refused]
     for group in groups:
         group.pager.runs.refused = ""
     warn(
@@ -55,6 +54,6 @@ def warn_out_of_mappings(groups: Sequence[Group]) -> None:
         "mappings",
         "no mapping is left, so requests cannot grow until some end: %s; %s; larger pages need "
         "fewer mappings",
-        reasons[0],
+        reason,
         who_has_mappings(groups),
     )

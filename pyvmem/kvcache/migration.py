@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import compress
 from typing import Any
@@ -32,12 +32,11 @@ from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import PriorWork, record
 from pyvmem.kvcache.layout import BLOCK_BYTES
 from pyvmem.kvcache.mapper import Scratch
-from pyvmem.kvcache.pages import DEVICE, Tier
+from pyvmem.kvcache.pages import DEVICE, Tier, pages_by_tier
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.slots import Move, QuietTicket, Slot, Unmap
 from pyvmem.memory.ops import OpBatch
 from pyvmem.memory.pages import Ticket
-from pyvmem.memory.reservation import Reservation
 
 __all__ = ["Mover", "Promoter"]
 
@@ -66,10 +65,8 @@ class Mover:
         self._mapper = reclaimer.mapper
         self._journal = reclaimer.mapper.journal
         self._layout = reclaimer.layout
-        self._table = reclaimer.table
         self._counters = reclaimer.counters
         self.device = device
-        self._plan = MovePlanner(reclaimer)
         self.moves: dict[Slot, Move] = {}
         self.cancelled: list[Move] = []
         self.joined: dict[int, dict[int, int]] = {}
@@ -77,41 +74,51 @@ class Mover:
 
     # ---- the first phase -------------------------------------------------------------------------
 
-    def begin(self, move: Move, after: Sequence[Any], *, background: bool) -> None:
+    def begin(self, move: Move, work: PriorWork, *, background: bool) -> None:
         """Allocates the new pages and copies to them, in this thread or on the worker.
 
-        The caller must have checked that memory is available and that the slot has no other move.
+        The copies run after `work`. The caller must have checked that memory is available and that
+        the slot has no other move.
 
         Raises:
             OutOfMemory: the back end is out of memory. VMemError: the driver failed. Nothing has
                 changed.
         """
-        moves = [[self.moves, move.slot, move]]
+        event = work.record()
+        edits = [[self.moves, move.slot, move]]
         if not move.stretches:
-            self._journal.change(moves)
+            self._journal.change(edits)
             return
-        addresses = move.addresses = self._scratch.take(self._plan.place(move))
+        layout, unit, size = self._layout, max(1, self._layout.block), self._layout.page_size
+        move.first = move.stretches[0][0] // unit * unit
+        pages = -(-move.stretches[-1][1] // unit) * unit - move.first
+        move.stride = pages * size
+        addresses = move.addresses = self._scratch.take(move.stride * layout.num_tensors)
         ticket = move.ticket = Ticket(self._mapper.context) if background else None
-        ops = self._plan.copies(move)
-        moves += self._counts(-move.here(), {tier: -n for tier, n in move.off_device().items()})
-        moves.append([self._journal.unrecorded, addresses, ...])
+        ops = OpBatch(len(move.stretches))
+        for low, high, tier in move.stretches:
+            at, own = addresses.addr + (low - move.first) * size, move.slot.addr + low * size
+            shape = (high - low) * size, layout.num_tensors, move.stride, size
+            place, stride = int(tier.location), layout.tensor_bytes
+            ops.populate(
+                at, *shape, location=place, device=tier.device, copy_from=own, copy_stride=stride
+            )
+        edits += [*self._counts(move, 1), [self._journal.unrecorded, addresses, ...]]
+        after, waits = [] if event is None else [event], self._counters.waits
         try:
-            waits = self._counters.waits
-            self._mapper.commit(moves, ops, after, ticket=ticket, waits=waits)
+            self._mapper.commit(edits, ops, after, ticket=ticket, waits=waits)
         except VMemError:
             move.addresses = move.ticket = None
-            self._scratch.give(addresses)
+            self._journal.change(self._scratch.give_edits(addresses))
             raise
 
-    def _counts(self, here: int, off_device: Mapping[Tier, int]) -> list[list[Any]]:
-        """Returns the edits that subtract scratch pages from the counts.
-
-        The numbers are pages per tensor; negative numbers add pages.
-        """
-        counters, edits = (
-            self._counters,
-            self._reclaimer.free_edits(here, off_device, reclaimed=False),
-        )
+    def _counts(self, move: Move, sign: int) -> list[list[Any]]:
+        """Returns the edits that add (`sign` 1) or subtract (-1) a move's scratch pages."""
+        off_device = pages_by_tier(move.stretches)
+        for tier in off_device:
+            off_device[tier] *= -sign
+        here, counters = off_device.pop(DEVICE, 0), self._counters
+        edits = self._reclaimer.free_edits(here, off_device, reclaimed=False)
         return [*edits, [counters, "peak_mapped", max(counters.peak_mapped, edits[0][2])]]
 
     # ---- the second phase ------------------------------------------------------------------------
@@ -125,7 +132,7 @@ class Mover:
         move = self.moves.get(slot)
         if move is not None:
             with self._counters.waiting():
-                self._end(move, [work.record()])
+                self._end(move, work.record())
 
     def step(self, stream: Any) -> None:
         """Completes moves whose copies are done, after the work on `stream`; records failures."""
@@ -138,16 +145,15 @@ class Mover:
         with self._counters.waiting():
             for move in ready:
                 try:
-                    self._end(move, [event])
+                    self._end(move, event)
                 except VMemError as error:
                     self._reclaimer.errors.append(error)
 
-    def _end(self, move: Move, events: list[Any]) -> None:
-        after = [event for event in events if event is not None]
+    def _end(self, move: Move, event: Any) -> None:
+        """Implements `finish`; the GPU work before `event` may still use the pages."""
+        after = [] if event is None else [event]
         try:
-            if move.ticket is not None:
-                move.ticket.wait()
-                move.ticket = None
+            move.wait()
         except VMemError:  # nothing was mapped
             self._remove(move)
             raise
@@ -164,36 +170,45 @@ class Mover:
             if self.moves.get(move.slot) is move:
                 self._drop(move)
             if isinstance(error, NotRecoverable):
-                raise self._table.lose(move.slot, error) from error
+                raise self._reclaimer.table.lose(move.slot, error) from error
             raise
 
     def _swap(self, move: Move, after: list[Any]) -> None:
-        """Replaces the old pages with the new ones and unmaps the scratch addresses."""
+        """Replaces the old pages with the new ones and unmaps the scratch addresses.
+
+        The copies must be complete.
+        """
+        layout, ops = self._layout, OpBatch(2 * len(move.stretches))
         slot, counters, pages, large_end = move.slot, self._counters, 0, move.slot.large_end
         off_device: Counter[Tier] = Counter()
-        for low, high, _ in move.stretches:  # count the old pages, which will be freed
+        assert move.addresses is not None
+        size, tensors = layout.page_size, layout.num_tensors
+        for low, high, _ in move.stretches:
+            scratch = move.addresses.addr + (low - move.first) * size, move.stride
+            target = slot.addr + low * size, layout.tensor_bytes
+            self._mapper.relocate(ops, (high - low) * size, tensors, scratch, target)
             pages += high - low
             off_device.update(slot.tier_map.off_device(low, high))
             large_end = slot.large_end_with(low, high, large_end)
         edits = [
             [slot, "tier_map", slot.tier_map.put(*move.stretches)],
             [slot, "large_end", large_end],
-            [counters, "moved", counters.moved + pages * self._layout.num_tensors],
+            [counters, "moved", counters.moved + pages * tensors],
             *self._reclaimer.free_edits(pages - off_device.total(), off_device, reclaimed=False),
         ]
         if move.promotes:
             edits += self._promoted(self.copied, slot, [low for low, *_ in move.stretches])
-        self._take_out(move, edits, self._plan.swap(move), after)
+        self._take_out(move, edits, ops, after)
 
     def _join(self, move: Move, after: list[Any]) -> None:
         """Joins the pages of each run, in all tensors."""
         layout, slot, large_end = self._layout, move.slot, move.slot.large_end
         ops = OpBatch(len(move.runs))
-        for low, high in move.runs:
+        for low, high, _ in move.runs:
             at, nbytes = slot.addr + low * layout.page_size, (high - low) * layout.page_size
             ops.join(at, nbytes, layout.num_tensors, layout.tensor_bytes)
             large_end = slot.large_end_with(low, high, large_end)
-        edits = self._promoted(self.joined, slot, [low for low, _ in move.runs])
+        edits = self._promoted(self.joined, slot, [low for low, *_ in move.runs])
         self._mapper.commit([[slot, "large_end", large_end], *edits], ops, after)
 
     def _promoted(
@@ -206,15 +221,6 @@ class Mover:
     def blocks(self, slot: Slot) -> int:
         """Returns the number of full blocks that the slot's request owns."""
         return slot.granted // self._layout.block
-
-    def forget_edits(self, slot: Slot, low: int) -> list[list[Any]]:
-        """Returns the edits that forget promoted blocks from page `low` on."""
-        index, unit = slot.index, self._layout.block
-        return [
-            [noted, index, {at: n for at, n in noted[index].items() if at + unit <= low}]
-            for noted in (self.joined, self.copied)
-            if index in noted
-        ]
 
     # ---- cancelling ------------------------------------------------------------------------------
 
@@ -239,11 +245,8 @@ class Mover:
         self.sweep()
 
     def _cancel_edits(self, move: Move) -> list[list[Any]]:
-        """Returns the edits that cancel a move; its scratch addresses, if any, are freed later."""
-        edits: list[list[Any]] = [[self.moves, move.slot, ...]]
-        if move.addresses is not None:
-            edits.append([self, "cancelled", [*self.cancelled, move]])
-        return edits
+        """Returns the edits that cancel a move; a later `sweep` frees its scratch addresses."""
+        return [[self.moves, move.slot, ...], [self, "cancelled", [*self.cancelled, move]]]
 
     def make_way(self, slot: Slot, page: int) -> bool:
         """Cancels a move that changes pages below `page`. Returns False while its copies run."""
@@ -284,21 +287,19 @@ class Mover:
         for slot in slots:
             if wait or slot.job is None:
                 self.abandon(slot)
-        for move in self.cancelled if wait else ():
-            if move.ticket is not None:
-                QuietTicket(move.ticket).wait()
-        self.sweep()
+        self.sweep(wait=wait)
         self._reclaimer.poll()  # completes the empty unmaps of `abandon`
         return found
 
-    def sweep(self) -> None:
-        """Frees the scratch pages of cancelled moves whose copies are complete."""
+    def sweep(self, *, wait: bool = False) -> None:
+        """Frees the scratch pages of cancelled moves whose copies are complete.
+
+        With `wait`, waits for the copies.
+        """
         self._scratch.retry()
-        for move in [move for move in self.cancelled if move.done()]:
+        for move in [move for move in self.cancelled if wait or move.done()]:
             try:
-                if move.ticket is not None:
-                    move.ticket.wait()
-                    move.ticket = None
+                move.wait()
             except VMemError:  # nothing was mapped
                 self._remove(move)
             else:
@@ -309,9 +310,10 @@ class Mover:
         if move.addresses is None:
             self._remove(move)
             return
-        counts = self._counts(move.here(), move.off_device())
+        ops = OpBatch(1)
+        ops.unmap(move.addresses.addr, move.stride * self._layout.num_tensors, holes=True)
         try:
-            self._take_out(move, counts, self._plan.unmaps(move, move.addresses))
+            self._take_out(move, self._counts(move, -1), ops, [])
         except NotRecoverable:
             move.addresses.leave()  # quarantined
             self._remove(move)
@@ -321,32 +323,24 @@ class Mover:
 
     def _remove(self, move: Move) -> None:
         """Removes from the records a move that has nothing mapped at its scratch addresses."""
-        here, off_device = (0, {}) if move.addresses is None else (move.here(), move.off_device())
-        self._take_out(move, self._counts(here, off_device))
+        self._take_out(move, self._counts(move, -1), None, [])
 
     def _take_out(
-        self,
-        move: Move,
-        edits: list[list[Any]],
-        ops: OpBatch | None = None,
-        after: Sequence[Any] = (),
+        self, move: Move, edits: list[list[Any]], ops: OpBatch | None, after: list[Any]
     ) -> None:
         """Removes a move from the records in one change with `edits` and, if given, a batch."""
         addresses, slot = move.addresses, move.slot
-        edits = [*edits, [move, "addresses", None]]
+        left = [one for one in self.cancelled if one is not move]
+        edits = [*edits, [move, "addresses", None], [self, "cancelled", left]]
         if self.moves.get(slot) is move:
             edits.append([self.moves, slot, ...])
-        if self.cancelled:
-            left = [one for one in self.cancelled if one is not move]
-            edits.append([self, "cancelled", left])
         if addresses is not None:
-            edits.append([self._journal.unrecorded, addresses, None])
+            made = [self._journal.unrecorded, addresses, None]
+            edits += [made, *self._scratch.give_edits(addresses)]
         if ops is None:
             self._journal.change(edits)
         else:
             self._mapper.commit(edits, ops, after)
-        if addresses is not None:
-            self._scratch.give(addresses)
 
     def owns(self, made: object) -> bool:
         """Returns whether the reservation belongs to a move."""
@@ -356,10 +350,7 @@ class Mover:
         """Cancels every move and waits for the copies."""
         for slot in list(self.moves):
             self.abandon(slot)
-        for move in self.cancelled:
-            if move.ticket is not None:
-                QuietTicket(move.ticket).wait()
-        self.sweep()
+        self.sweep(wait=True)
         for move in self.cancelled:
             if move.addresses is not None:
                 with suppress(VMemError):
@@ -369,95 +360,12 @@ class Mover:
     def moving(self, slot: Slot) -> int:
         """Returns how many pages per tensor a slot's move will change."""
         move = self.moves.get(slot)
-        if move is None:
-            return 0
-        return move.pages
+        return 0 if move is None else move.pages
 
-    def pages(self) -> tuple[int, dict[Tier, int]]:
-        """Returns how many scratch pages per tensor are on the device, and off it, by tier."""
-        here = 0
-        off_device: dict[Tier, int] = {}
-        for move in (*self.moves.values(), *self.cancelled):
-            here += move.here()
-            for tier, pages in move.off_device().items():
-                off_device[tier] = off_device.get(tier, 0) + pages
-        return here, off_device
-
-
-class MovePlanner:
-    """Builds the batches of a `Move`."""
-
-    def __init__(self, reclaimer: Reclaimer) -> None:
-        self._mapper = reclaimer.mapper
-        self._layout = reclaimer.layout
-
-    def place(self, move: Move) -> int:
-        """Assigns scratch offsets to the pages; returns the size of the scratch addresses."""
-        layout = self._layout
-        unit = max(1, layout.block)
-        move.first = move.stretches[0][0] // unit * unit
-        pages = -(-move.stretches[-1][1] // unit) * unit - move.first
-        move.stride = pages * layout.page_size
-        return move.stride * layout.num_tensors
-
-    def copies(self, move: Move) -> OpBatch:
-        """Returns the batch that maps new pages at the scratch addresses and copies to them."""
-        layout, ops = self._layout, OpBatch(len(move.stretches))
-        for low, high, tier in move.stretches:
-            ops.populate(
-                self._scratch(move, low),
-                (high - low) * layout.page_size,
-                layout.num_tensors,
-                move.stride,
-                layout.page_size,
-                location=int(tier.location),
-                device=tier.device,
-                copy_from=self._own(move, low),
-                copy_stride=layout.tensor_bytes,
-            )
-        return ops
-
-    def swap(self, move: Move) -> OpBatch:
-        """Returns the batch that replaces the old pages and unmaps the scratch addresses.
-
-        The copies must be complete. Makes a handle for each stretch, which the batch consumes.
-        """
-        layout, ops = self._layout, OpBatch(2 * len(move.stretches))
-        tensors = layout.num_tensors
-        for low, high, _ in move.stretches:
-            scratch, nbytes = self._scratch(move, low), (high - low) * layout.page_size
-            handle = self._mapper.gather(scratch, nbytes, tensors, move.stride)
-            ops.map(
-                self._own(move, low),
-                nbytes,
-                handle,
-                0,
-                tensors,
-                layout.tensor_bytes,
-                consume=True,
-                replace=True,
-                split=True,
-            )
-            ops.unmap(scratch, nbytes, tensors, move.stride)
-        return ops
-
-    def unmaps(self, move: Move, addresses: Reservation) -> OpBatch:
-        """Returns the batch that unmaps the scratch addresses of a move."""
-        layout, ops = self._layout, OpBatch(len(move.stretches))
-        for low, high, _ in move.stretches:
-            nbytes = (high - low) * layout.page_size
-            at = addresses.addr + (low - move.first) * layout.page_size
-            ops.unmap(at, nbytes, layout.num_tensors, move.stride, holes=True)
-        return ops
-
-    def _own(self, move: Move, page: int) -> int:
-        """Returns a page's address in tensor 0 of the slot."""
-        return move.slot.addr + page * self._layout.page_size
-
-    def _scratch(self, move: Move, page: int) -> int:
-        """Returns the scratch address of a page's replacement in tensor 0."""
-        assert move.addresses is not None
-        return move.addresses.addr + (page - move.first) * self._layout.page_size
+    def pages(self) -> Counter[Tier]:
+        """Returns the number of scratch pages per tensor, by tier."""
+        moves = (*self.moves.values(), *self.cancelled)
+        return pages_by_tier(one for move in moves for one in move.stretches)
 
 
 class Promoter:
@@ -473,12 +381,9 @@ class Promoter:
     def __init__(self, reclaimer: Reclaimer, mover: Mover, config: KVCacheConfig) -> None:
         self._mover = mover
         self._reclaimer = reclaimer
-        self._mapper = reclaimer.mapper
         self._layout = layout = reclaimer.layout
         self._unit = layout.block
         self._kept = config.window_tile
-        # Ranks that must agree make no copies, since they would free them at different times.
-        self._copies = not reclaimer.table.lockstep
         # For each slot, the length at which to check again. This is only a hint: a wrong length may
         # delay a promotion but not prevent it.
         self._next = [0] * config.max_batch
@@ -512,22 +417,21 @@ class Promoter:
 
     def forget_edits(self, slot: Slot, page: int = 0) -> list[list[Any]]:
         """Returns the edits for pages, from `page` on, that change owner or may be rewritten."""
-        return [*self._mover.forget_edits(slot, page), [self._next, slot.index, 0]]
-
-    def _room(self) -> int:
-        """Returns how many blocks fit into the free memory above the watermark."""
-        need = self._unit * self._layout.num_tensors
-        return max(0, (self._reclaimer.free - self._reclaimer.low_pages) // need)
+        index, last = slot.index, page - self._unit
+        edits: list[list[Any]] = [[self._next, index, 0]]
+        for noted in (self._mover.joined, self._mover.copied):
+            if index in noted:
+                left = {low: blocks for low, blocks in noted[index].items() if low <= last}
+                edits.append([noted, index, left])
+        return edits
 
     def promote(self, slot: Slot, held: int, work: PriorWork, *, wait: bool) -> int:
         """Implements `KVCache.promote` for the first `held` rows."""
-        if slot in self._mover.moves:
-            move = self._mover.moves[slot]
-            if wait:
-                self._mover.finish(slot, work)
-            return move.pages // self._unit
-        runs, copies = self._blocks(slot, held)
-        blocks = self._begin(slot, runs, copies, work)
+        runs: list[int] = []
+        blocks = self._mover.moving(slot) // self._unit
+        if slot not in self._mover.moves:
+            runs, copies = self._blocks(slot, held)
+            blocks = self._begin(slot, runs, copies, work)
         if wait:
             self._mover.finish(slot, work)
         if wait and runs:  # copy the blocks for which joining did not suffice
@@ -540,19 +444,21 @@ class Promoter:
 
         Copies only as many blocks as fit into the free memory above the watermark.
         """
-        unit = self._unit
-        new = [(low, low + unit, DEVICE) for low in copies[: self._room()] if self._copies]
-        move = Move(slot, new, [(low, low + unit) for low in runs], promotes=True)
+        unit, reclaimer = self._unit, self._reclaimer
+        room = (reclaimer.free - reclaimer.low_pages) // (unit * self._layout.num_tensors)
+        # Ranks that must agree make no copies, since they would free them at different times.
+        copies = [] if reclaimer.table.lockstep else copies[: max(0, room)]
+        new = [(low, low + unit, DEVICE) for low in copies]
+        move = Move(slot, new, [(low, low + unit, DEVICE) for low in runs], promotes=True)
         if not move.stretches and not move.runs:
             return 0
-        event = work.record()
         try:
-            self._mover.begin(move, [] if event is None else [event], background=True)
+            self._mover.begin(move, work, background=True)
         except (OutOfMemory, TooManyBatches):  # promote without copying
             move.stretches = []
             if not move.runs:
                 return 0
-            self._mover.begin(move, [], background=True)
+            self._mover.begin(move, work, background=True)
         copied = len(move.stretches)
         _log.debug(
             "promotion of reqid %d: %d blocks joined, %d copied", slot.index, len(runs), copied
@@ -571,7 +477,7 @@ class Promoter:
             if slot.tier_map.off_device(low, low + unit):
                 continue
             at = [slot.addr + layout.offset(0, low, one) for one in range(layout.num_tensors)]
-            each = list(map(self._mapper.query, at))
+            each = list(map(self._reclaimer.mapper.context.query, at))
             if all(one.entry_bytes > layout.page_size for one in each):
                 continue
             run = low not in joined and all(one.run_bytes >= BLOCK_BYTES for one in each)

@@ -22,19 +22,19 @@ All pages of a block are in the same tier.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import repeat
+from dataclasses import dataclass
+from itertools import groupby, repeat
 from operator import add
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from pyvmem.errors import VMemError
 from pyvmem.kvcache.layout import Layout
+from pyvmem.kvcache.mapper import Mapper
 from pyvmem.memory.info import Location
-
-if TYPE_CHECKING:
-    from pyvmem.kvcache.mapper import Mapper
-    from pyvmem.memory.pages import Pages
+from pyvmem.memory.pages import Pages
 
 __all__ = [
     "Block",
@@ -47,6 +47,7 @@ __all__ = [
     "Span",
     "Stretch",
     "Tier",
+    "pages_by_tier",
 ]
 
 
@@ -69,6 +70,15 @@ Stretch: TypeAlias = tuple[int, int, Tier]
 """Pages [low, high) in every tensor, all in the same tier."""
 
 
+def pages_by_tier(stretches: Iterable[Stretch]) -> Counter[Tier]:
+    """Counts the pages of these stretches, by tier."""
+    found: Counter[Tier] = Counter()
+    for low, high, tier in stretches:
+        found[tier] += high - low
+    return found
+
+
+@dataclass(slots=True, eq=False)
 class TierMap:
     """The intervals of a slot's off-device pages, in order. Immutable.
 
@@ -76,20 +86,13 @@ class TierMap:
         noted: the intervals, each with its tier.
     """
 
-    __slots__ = ("noted",)
-
-    def __init__(self, noted: Sequence[Stretch] = ()) -> None:
-        self.noted = noted
-
-    def __bool__(self) -> bool:
-        return bool(self.noted)
+    noted: Sequence[Stretch] = ()
 
     def put(self, *stretches: Stretch) -> TierMap:
         """Returns a copy in which the pages of each stretch are in the stretch's tier."""
         noted = self.noted
         for low, high, tier in stretches:
-            if noted or tier != DEVICE:
-                noted = _without(noted, low, high)
+            noted = TierMap(noted).without(low, high).noted
             if tier != DEVICE and low < high:
                 joined: list[Stretch] = []
                 for start, end, one in sorted([*noted, (low, high, tier)]):
@@ -102,7 +105,13 @@ class TierMap:
 
     def without(self, low: int, high: int) -> TierMap:
         """Returns a copy without the entries in [low, high)."""
-        return TierMap(_without(self.noted, low, high))
+        left = [
+            (start, end, tier)
+            for first, last, tier in self.noted
+            for start, end in ((first, min(last, low)), (max(first, high), last))
+            if start < end
+        ]
+        return TierMap(left)
 
     def within(self, low: int, high: int) -> TierMap:
         """Returns a copy with only the entries in [low, high)."""
@@ -125,31 +134,14 @@ class TierMap:
         if low < high:
             yield low, high, DEVICE
 
-    def off_device(self, low: int, high: int) -> dict[Tier, int]:
+    def off_device(self, low: int, high: int) -> Counter[Tier]:
         """Counts the off-device pages in [low, high), by tier."""
-        found: dict[Tier, int] = {}
-        if self.noted:
-            for first, last, tier in self.stretches(low, high):
-                if tier != DEVICE:
-                    found[tier] = found.get(tier, 0) + last - first
-        return found
+        return pages_by_tier(self.within(low, high).noted)
 
     @property
     def off_device_end(self) -> int:
         """The end of the last off-device page; 0 if all pages are on the device."""
         return self.noted[-1][1] if self.noted else 0
-
-    def __repr__(self) -> str:
-        return f"<TierMap {self.noted}>"
-
-
-def _without(noted: Sequence[Stretch], low: int, high: int) -> list[Stretch]:
-    return [
-        (start, end, tier)
-        for first, last, tier in noted
-        for start, end in ((first, min(last, low)), (max(first, high), last))
-        if start < end
-    ]
 
 
 ALL_ON_DEVICE = TierMap()
@@ -174,13 +166,7 @@ class Block:
     __slots__ = ("events", "gone", "handle", "off_device", "pages", "refs", "tier", "users")
 
     def __init__(
-        self,
-        handle: Pages,
-        pages: int,
-        events: list[Any],
-        tier: Tier = DEVICE,
-        *,
-        holders: int = 1,
+        self, handle: Pages, pages: int, events: list[Any], tier: Tier = DEVICE, *, holders: int = 1
     ) -> None:
         self.handle = handle
         self.tier = tier
@@ -268,7 +254,6 @@ class Span:
 
 
 EMPTY = Span(())
-NOTHING: Mapping[Span, int] = {}
 
 
 class SharedPages:
@@ -293,10 +278,7 @@ class SharedPages:
         self.unheld: dict[Part, None] = {}
 
     def use_edits(
-        self,
-        uses: Mapping[Span, int],
-        holds: Mapping[Span, int] = NOTHING,
-        new: Sequence[Block] = (),
+        self, uses: Mapping[Span, int], holds: Mapping[Span, int] = {}, new: Sequence[Block] = ()
     ) -> list[list[Any]]:
         """Returns the edits for requests that start or stop using shared pages.
 
@@ -335,10 +317,8 @@ class SharedPages:
             for block, numbers in copies.items():
                 edits.append([getattr(block, name), slice(None), numbers])
         for block in new:
-            edits += (
-                [self.blocks, block, None],
-                [self._mapper.journal.unrecorded, block.handle, ...],
-            )
+            edits.append([self.blocks, block, None])
+            edits.append([self._mapper.journal.unrecorded, block.handle, ...])
             if block.off_device:
                 off_device += sum(block.users)
             else:
@@ -412,7 +392,7 @@ class SharedPages:
             edits += ([self.blocks, block, ...], [journal.unrecorded, block.handle, None])
         size, stride = self.layout.page_size, block.pages * self.layout.page_size
         where = (low * size, pages * size, self.layout.num_tensors, stride)
-        self._mapper.drop_range(edits, block.handle, *where)
+        self._mapper.drop_range(edits, block.handle, where)
         if last:  # release it now, since an exception at the end of the call cannot undo the drop
             with suppress(VMemError):
                 block.handle.abandon()
@@ -460,22 +440,17 @@ class SharedPages:
             found.append(f"shared pages in use per tensor: recorded {self.used}, counted {busy}")
         return found
 
-    def off_device(self) -> dict[Tier, int]:
+    def off_device(self) -> Counter[Tier]:
         """Returns the number of shared off-device pages per tensor, by tier."""
-        found: dict[Tier, int] = {}
-        for block in self.blocks:
-            if block.off_device:
-                found[block.tier] = found.get(block.tier, 0) + block.live
-        return found
+        return pages_by_tier((0, one.live, one.tier) for one in self.blocks if one.off_device)
 
 
 def _unheld(block: Block, low: int, refs: Sequence[int]) -> list[Part]:
     """Returns the maximal ranges of zeros in `refs`, the refcounts of pages from `low` on."""
-    found, start = [], 0
-    for page in range(len(refs) + 1):
-        if page < len(refs) and not refs[page]:
-            continue
-        if start < page:
-            found.append(Part(block, low + start, low + page))
-        start = page + 1
+    found = []
+    for held, run in groupby(refs, bool):
+        high = low + len(list(run))
+        if not held:
+            found.append(Part(block, low, high))
+        low = high
     return found

@@ -23,8 +23,8 @@ from pyvmem.errors import (
 )
 from pyvmem.kvcache.events import prune
 from pyvmem.kvcache.layout import Layout
-from pyvmem.kvcache.pages import ALL_ON_DEVICE, EMPTY, NOTHING, SharedPages, Span, Tier
-from pyvmem.kvcache.slots import DoneTicket, Piece, Slide, Slot, SlotTable, Unmap
+from pyvmem.kvcache.pages import ALL_ON_DEVICE, EMPTY, SharedPages, Span, Tier
+from pyvmem.kvcache.slots import Piece, Slide, Slot, SlotTable, Unmap
 from pyvmem.kvcache.stats import Counters
 from pyvmem.memory.info import RangeFlags
 from pyvmem.memory.ops import OpBatch
@@ -222,7 +222,7 @@ class Reclaimer:
             slot: a slot without a batch in flight.
             low: first page to unmap.
             keep: the new value of the slot's `mapped`.
-            ticket: the batch's ticket.
+            ticket: the batch's ticket; None: it runs in the calling thread.
             kept: keep the slot's shared pages for a later request that begins with them.
         """
         tier_map, mapped = slot.tier_map, slot.mapped
@@ -262,7 +262,7 @@ class Reclaimer:
     def _run(self, slot: Slot, low: int, keep: int) -> None:
         """Unmaps in this thread; records a failure as if the batch had run in the background."""
         try:
-            edits = self._unmap_edits(slot, low, keep, DoneTicket())
+            edits = self._unmap_edits(slot, low, keep, None)
             self.mapper.commit(edits, self._ops, slot.events)
         except OutOfMemory:
             raise
@@ -352,7 +352,8 @@ class Reclaimer:
             [slot, "job", None],
         ]
         try:
-            unmap.ticket.wait(timeout)
+            if unmap.ticket is not None:
+                unmap.ticket.wait(timeout)
         except Timeout:
             return
         except VMemError as error:
@@ -418,7 +419,7 @@ class Reclaimer:
                     slid -= head - low
                     uses[share] += 1
             edits.append([self, "slid", slid])
-        edits += self.shared.use_edits(uses, {span: -1} if span.pages else NOTHING)
+        edits += self.shared.use_edits(uses, {span: -1} if span.pages else {})
         self.journal.change([*edits, *self.free_edits(freed, off_device)])
         self.drop_unheld()
 
@@ -473,7 +474,7 @@ class Reclaimer:
                 at = slot.addr + layout.offset(0, low, tensor)
                 end = at + (high - low) * layout.page_size
                 while at < end and not slot.broken:
-                    info = self.mapper.query(at)
+                    info = self.mapper.context.query(at)
                     if RangeFlags.QUARANTINED in info.flags:
                         self.table.mark_broken(slot)
                     at += info.run_bytes
@@ -491,7 +492,7 @@ class Reclaimer:
             at = slot.addr + layout.offset(0, 0, tensor)
             end = at + slot.mapped * layout.page_size
             while at < end:
-                info = self.mapper.query(at)
+                info = self.mapper.context.query(at)
                 size = min(info.run_bytes, end - at)
                 if info.mapped:
                     runs.append((at, size))

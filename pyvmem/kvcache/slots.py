@@ -38,31 +38,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count as count_up
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from pyvmem._native import Columns, Kind, Row
 from pyvmem.errors import NotRecoverable, Timeout, VMemError
 from pyvmem.kvcache.events import prune
+from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.pages import ALL_ON_DEVICE, DEVICE, EMPTY, Span, Stretch, Tier, TierMap
+from pyvmem.memory.pages import Ticket
+from pyvmem.memory.reservation import Reservation
 from pyvmem.plumbing.logs import warn
 
-if TYPE_CHECKING:
-    from pyvmem.kvcache.journal import Journal
-    from pyvmem.memory.pages import Ticket
-    from pyvmem.memory.reservation import Reservation
-
-__all__ = [
-    "Unmap",
-    "Grant",
-    "Growth",
-    "Move",
-    "Piece",
-    "QuietTicket",
-    "DoneTicket",
-    "Slot",
-    "SlotTable",
-    "Slide",
-]
+__all__ = ["Growth", "Move", "Piece", "QuietTicket", "Slide", "Slot", "SlotTable", "Unmap"]
 
 _log = logging.getLogger(__name__)
 
@@ -167,11 +154,10 @@ class Slot(Row):
 
     def here_from(self, page: int) -> int:
         """Returns the number of device pages from `page` to `mapped`."""
-        if not self.tier_map.noted:
-            return max(0, self.mapped - page)
-        return max(
-            0, self.mapped - page - sum(self.tier_map.off_device(page, self.mapped).values())
-        )
+        pages = self.mapped - page
+        if self.tier_map.noted:
+            pages -= self.tier_map.off_device(page, self.mapped).total()
+        return max(0, pages)
 
     @property
     def spare(self) -> int:
@@ -363,11 +349,9 @@ class SlotTable:
             yield from (slot for slot in later if slot.job is None)
 
 
-# These are plain tuples, since `step_async` must take only microseconds and creates dozens of them.
+# A plain tuple, like a grant, since `step_async` must take only microseconds and creates dozens.
 Piece: TypeAlias = tuple[Slot, int, int]
 """Pages [low, high) of a slot, in every tensor."""
-Grant: TypeAlias = tuple[Slot, int, int]
-"""A slot, its owner number, and the pages per tensor that this owner will have."""
 
 
 @dataclass(slots=True, eq=False)
@@ -380,14 +364,15 @@ class Growth:
     the new owner's stream must wait for, for pages that are not zero-filled. With `ahead`, the
     pages are not granted, since no caller requested them. With `quiet`, a failure is not raised,
     since no caller requested the growth or another group in the same batch raises it. The counts
-    are physical pages.
+    are physical pages. `grants` holds slots, each with its owner number and the pages per tensor
+    that this owner will have.
     """
 
     takes_pages: ClassVar[bool] = False
 
     slots: list[Slot]
     pieces: list[Piece] = field(default_factory=list)
-    grants: list[Grant] = field(default_factory=list)
+    grants: list[tuple[Slot, int, int]] = field(default_factory=list)
     handover: list[Any] = field(default_factory=list)
     mapping: Any = None
     filling: Any = None
@@ -424,7 +409,7 @@ class Unmap:
 
     `dirty`, `head` and `tier_map` restore the slot if the batch fails. `span` holds the shared
     pages in the range, whose references are dropped on completion. `off_device` counts unshared
-    off-device pages, by tier.
+    off-device pages, by tier. `ticket` is None if the batch ran in the calling thread.
     """
 
     takes_pages: ClassVar[bool] = True
@@ -446,7 +431,7 @@ class Unmap:
 
     def done(self) -> bool:
         """True if the batch has finished, successfully or not."""
-        return bool(self.ticket.done())
+        return self.ticket is None or bool(self.ticket.done())
 
 
 @dataclass(slots=True, eq=False)
@@ -467,7 +452,7 @@ class Slide:
     heads: list[int]
     shares: list[Span]
     span: Span
-    ticket: Any
+    ticket: Ticket
     quiet: bool
     tier_map: dict[Slot, TierMap]
     off_device: dict[Tier, int]
@@ -479,20 +464,7 @@ class Slide:
 
     def done(self) -> bool:
         """True if the batch has finished, successfully or not."""
-        return bool(self.ticket.done())
-
-
-class DoneTicket:
-    """The ticket of a batch that ran in the calling thread and succeeded."""
-
-    __slots__ = ()
-
-    def done(self) -> bool:
-        """Returns True."""
-        return True
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Returns immediately."""
+        return self.ticket.done()
 
 
 @dataclass(slots=True, eq=False)
@@ -512,7 +484,7 @@ class Move:
 
     slot: Slot
     stretches: list[Stretch]
-    runs: list[tuple[int, int]] = field(default_factory=list)
+    runs: list[Stretch] = field(default_factory=list)
     first: int = 0
     stride: int = 0
     addresses: Reservation | None = None
@@ -522,34 +494,29 @@ class Move:
     @property
     def pages(self) -> int:
         """The number of pages per tensor that the move copies or remaps."""
-        runs = sum(high - low for low, high in self.runs)
-        return runs + sum(high - low for low, high, _ in self.stretches)
+        return sum(high - low for low, high, _ in (*self.runs, *self.stretches))
 
     def here(self) -> int:
         """Returns the number of new device pages per tensor."""
         return sum(high - low for low, high, tier in self.stretches if tier == DEVICE)
 
-    def off_device(self) -> dict[Tier, int]:
-        """Returns the number of new off-device pages per tensor, by tier."""
-        found: dict[Tier, int] = {}
-        for low, high, tier in self.stretches:
-            if tier != DEVICE:
-                found[tier] = found.get(tier, 0) + high - low
-        return found
-
     def begins_before(self, page: int) -> bool:
         """True if the move changes a page below `page`."""
-        starts = [low for low, *_ in self.runs] + [low for low, *_ in self.stretches]
-        return min(starts, default=page) < page
+        return any(low < page for low, _, _ in (*self.runs, *self.stretches))
 
     def ends_after(self, page: int) -> bool:
         """True if the move changes `page` or a later page."""
-        ends = [high for _, high in self.runs] + [high for _, high, _ in self.stretches]
-        return max(ends, default=0) > page
+        return any(high > page for _, high, _ in (*self.runs, *self.stretches))
 
     def done(self) -> bool:
         """True if the copies have finished, successfully or not."""
         return self.ticket is None or self.ticket.done()
+
+    def wait(self) -> None:
+        """Waits for the copies; raises their failure."""
+        if self.ticket is not None:
+            self.ticket.wait()
+            self.ticket = None
 
 
 class QuietTicket:
@@ -566,7 +533,6 @@ class QuietTicket:
         """Waits like `Ticket.wait`; raises only `Timeout`."""
         try:
             self._ticket.wait(timeout)
-        except Timeout:
-            raise
-        except VMemError:
-            pass
+        except VMemError as error:
+            if isinstance(error, Timeout):
+                raise

@@ -410,7 +410,7 @@ def _note_short(groups: Sequence[Group]) -> None:
         refused = refused or group.pager.runs.refused
     groups[0].journal.change(edits)  # not counted if interrupted before the call returns -1
     if refused:
-        warn_out_of_mappings(groups)
+        warn_out_of_mappings(groups, refused)
     if _log.isEnabledFor(logging.DEBUG):
         for group in groups:
             reclaimer = group.reclaimer

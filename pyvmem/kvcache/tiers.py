@@ -14,7 +14,7 @@ from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.events import PriorWork
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.growth import reclaim_for
-from pyvmem.kvcache.pages import DEVICE, Stretch, Tier
+from pyvmem.kvcache.pages import DEVICE, Tier
 from pyvmem.kvcache.slots import Move, Slot
 from pyvmem.memory.info import Location
 from pyvmem.memory.streams import device_ordinal
@@ -51,24 +51,21 @@ def tier_of(group: Group, location: str | Location, device: Any) -> Tier:
         return Tier(place)
     if device is None:
         raise invalid("location 'peer' needs one of the context's devices")
-    ordinal, own = device_ordinal(device), info.devices[0]
-    if ordinal == own or ordinal not in info.devices:
-        peers = [one for one in info.devices if one != own]
+    ordinal, peers = device_ordinal(device), list(info.devices[1:])
+    if ordinal not in peers:
         raise invalid(f"device {ordinal} is not one of the context's peers, {peers}")
     return Tier(place, ordinal)
 
 
 def promote(groups: Sequence[Group], reqid: int, work: PriorWork, *, wait: bool) -> int:
     """Implements `KVCache.promote`."""
-    done = 0
-    slots = [group.slot(reqid) for group in groups]
+    done, both = 0, [(group, group.slot(reqid)) for group in groups]
     if all(group.promoter is None for group in groups):
         raise invalid("promote: no slot has a block of 2 MiB that a large entry could map")
-    for group, slot in zip(groups, slots, strict=True):
-        if group.promoter is None:
-            continue
-        group.mover.sweep()
-        done += group.promoter.promote(slot, group.rows[slot.index], work, wait=wait)
+    for group, slot in both:
+        if group.promoter is not None:
+            group.mover.sweep()
+            done += group.promoter.promote(slot, group.rows[slot.index], work, wait=wait)
     return done
 
 
@@ -87,64 +84,34 @@ def move(
         group.mover.sweep()
         group.mover.finish(slot, work)
         group.pager.release(slot)
-    begun: list[tuple[Group, Slot]] = []
+    begun = list(both)
 
     def cancel() -> None:
         for group, slot in begun:
             group.mover.abandon(slot)
 
     groups[0].journal.on_abort(cancel)
-    moved = []
+    moved = shared = 0
     try:
         for group, slot in both:
-            begun.append((group, slot))
-            moved.append(_begin_move(groups, group, slot, tier, tokens, work, wait=wait))
+            tensors = group.layout.num_tensors
+            low, high = _pages_of(group, slot, tokens, wait)
+            shared += max(0, min(high, slot.shared) - max(low, slot.head)) * tensors
+            now = slot.tier_map.stretches(max(low, slot.shared), high)
+            wanted = [(first, last, tier) for first, last, old in now if old != tier]
+            if wanted:
+                pages = sum(last - first for first, last, _ in wanted) * tensors
+                _make_tier_room(groups, group, tier, pages)
+                group.mover.begin(Move(slot, wanted), work, background=not wait)
+                moved += pages
+        begun.clear()  # from here on, an interrupted move is completed by the next step
+        for group, slot in both if wait else ():
+            group.mover.finish(slot, work)
     except VMemError:
-        cancel()
+        for group, slot in both:
+            group.mover.abandon(slot)
         raise
-    begun.clear()  # from here on, an interrupted move is completed by the next step
-    if wait:
-        try:
-            for group, slot in both:
-                group.mover.finish(slot, work)
-        except VMemError:
-            for group, slot in both:
-                group.mover.abandon(slot)
-            raise
-    return Moved(sum(one.pages for one in moved), sum(one.shared for one in moved))
-
-
-def _begin_move(
-    groups: Sequence[Group],
-    group: Group,
-    slot: Slot,
-    tier: Tier,
-    tokens: Sequence[int] | None,
-    work: PriorWork,
-    *,
-    wait: bool,
-) -> Moved:
-    """Runs the first phase of `move` in one group.
-
-    The slot must have no batch in flight.
-    """
-    low, high = _pages_of(group, slot, tokens, wait)
-    tensors = group.layout.num_tensors
-    shared = max(0, min(high, slot.shared) - max(low, slot.head)) * tensors
-    low = max(low, slot.shared)
-    wanted: list[Stretch] = [
-        (first, last, tier)
-        for first, last, now in slot.tier_map.stretches(low, high)
-        if now != tier
-    ]
-    if not wanted:
-        return Moved(0, shared)
-    pages = sum(last - first for first, last, _ in wanted) * tensors
-    _make_tier_room(groups, group, tier, pages)
-    event = work.record()
-    after = [] if event is None else [event]
-    group.mover.begin(Move(slot, wanted), after, background=not wait)
-    return Moved(pages, shared)
+    return Moved(moved, shared)
 
 
 def _pages_of(
@@ -179,29 +146,25 @@ def _pages_of(
 
 def _make_tier_room(groups: Sequence[Group], group: Group, tier: Tier, pages: int) -> None:
     """Makes room in a tier for a group's pages; raises OutOfMemory if there is not enough."""
-    size = group.layout.page_size
-    if tier == DEVICE:
-        if not reclaim_for([(group.pager, pages)], {}):
-            raise _tier_full(group, tier, pages, group.reclaimer.free * size)
-        return
-    host = tier.location is Location.HOST
-    # The limit covers all groups together.
-    limit = group.config.host_limit if host else group.config.peer_limit
-    if not limit:
-        return
-    taken = sum(
-        count * one.layout.page_size
-        for one in groups
-        for at, count in one.reclaimer.off_device.items()
-        if at.location is tier.location
-    )
-    if taken + pages * size > limit:
-        raise _tier_full(group, tier, pages, max(0, limit - taken))
-
-
-def _tier_full(group: Group, tier: Tier, pages: int, left: int) -> OutOfMemory:
     size = pages * group.layout.page_size
-    return OutOfMemory(
+    if tier == DEVICE:
+        if reclaim_for([(group.pager, pages)], {}):
+            return
+        left = group.reclaimer.free * group.layout.page_size
+    else:
+        host = tier.location is Location.HOST
+        # The limit covers all groups together.
+        limit = group.config.host_limit if host else group.config.peer_limit
+        taken = sum(
+            count * one.layout.page_size
+            for one in groups
+            for at, count in one.reclaimer.off_device.items()
+            if at.location is tier.location
+        )
+        left = max(0, limit - taken)
+        if not limit or size <= left:
+            return
+    raise OutOfMemory(
         f"move of {pages} pages, {size} bytes: {tier} has {left} bytes left for the cache",
         errno=errno.ENOMEM,
         op="KVCache.move",

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pyvmem.errors import NotRecoverable, VMemError
 from pyvmem.kvcache.checks import invalid
@@ -18,9 +17,7 @@ from pyvmem.kvcache.growth import reclaim_for
 from pyvmem.kvcache.pages import Tier
 from pyvmem.kvcache.slots import Slot
 from pyvmem.memory.ops import OpBatch
-
-if TYPE_CHECKING:
-    from pyvmem.memory.reservation import Reservation
+from pyvmem.memory.reservation import Reservation
 
 __all__ = ["copied", "kept_rows", "planned", "truncate"]
 
@@ -47,24 +44,24 @@ def kept_rows(groups: Sequence[Group], reqid: int, length: int | None) -> tuple[
 def truncate(groups: Sequence[Group], reqid: int, length: int, work: PriorWork) -> int:
     """Implements `KVCache.truncate`, in all groups or none. Returns 0 or -1."""
     index, rows, held = kept_rows(groups, reqid, operator.index(length))
-    slots = []
+    both = []
     for group in groups:
-        slots.append(slot := group.table.slots[index])
+        both.append((group, slot := group.table.slots[index]))
         group.check_back(slot, rows)
     if rows == held:
-        _give_back_overread(list(zip(groups, slots, strict=True)), rows, work)
+        _give_back_overread(both, rows, work)
         return 0
     each = []
-    for group, slot in zip(groups, slots, strict=True):
+    for group, slot in both:
         if group.mover.moves:
             page = group.layout.bytes_for(rows) // group.layout.page_size
             group.mover.shorten(slot, page, work)
-        each.append(Truncation.of(group, slot, rows))
+        each.append(Truncation(group, slot, rows))
     if any(map(attrgetter("unmaps"), each)):
         for place, one in enumerate(each):
             if one.slot.job is not None or one.slot.stale:
                 one.group.pager.release(one.slot)
-                each[place] = Truncation.of(one.group, one.slot, rows)
+                each[place] = Truncation(one.group, one.slot, rows)
         work.wait()
     if not _cut(each, work):
         return -1
@@ -83,7 +80,7 @@ def copied(groups: Sequence[Group], reqid: int, length: int) -> int:
 def planned(groups: Sequence[Group], reqid: int, length: int) -> list[Truncation]:
     """Plans a truncation in each group. Raises the errors of `kept_rows`."""
     index, rows, _ = kept_rows(groups, reqid, length)
-    return [Truncation.of(group, group.table.slots[index], rows) for group in groups]
+    return [Truncation(group, group.table.slots[index], rows) for group in groups]
 
 
 def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, work: PriorWork) -> None:
@@ -91,21 +88,15 @@ def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, work: Pri
 
     They were never written, so the request can get them again without a fill.
     """
-    each = []
     for group, slot in both:
-        tier_map = slot.tier_map
-        keep = max(group.layout.pages_for(rows), tier_map.off_device_end, slot.shared)
+        keep = max(group.layout.pages_for(rows), slot.tier_map.off_device_end, slot.shared)
         if keep < slot.granted and slot not in group.mover.moves:
-            each.append((group, slot, keep))
-    event = work.record() if each else None
-    for group, slot, keep in each:
-        group.journal.change(group.disown_edits(slot, keep, event, written=False))
-        group.table.changes += 1
-        if not group.config.deferred_reclaim and slot.job is None:
-            group.reclaimer.try_unmap(slot, keep)
+            group.journal.change(group.disown_edits(slot, keep, work.record(), written=False))
+            group.table.changes += 1
+            if not group.config.deferred_reclaim and slot.job is None:
+                group.reclaimer.try_unmap(slot, keep)
 
 
-@dataclass
 class Truncation:
     """The plan for truncating a slot.
 
@@ -134,73 +125,26 @@ class Truncation:
             are mapped in the slot.
     """
 
-    group: Group
-    slot: Slot
-    rows: int
-    nbytes: int
-    keep: int
-    shared: int
-    copied: int
-    stride: int
-    new_pages: int
-    end: int
-    unmaps: bool
-    ownerless: bool
-    addresses: Reservation | None = None
-
-    @classmethod
-    def of(cls, group: Group, slot: Slot, rows: int) -> Truncation:
+    def __init__(self, group: Group, slot: Slot, rows: int) -> None:
         """Plans a truncation to `rows`; no move may be in flight past these rows."""
         layout, tier_map = group.layout, slot.tier_map
-        nbytes = layout.bytes_for(rows)
-        first, rest = divmod(nbytes, layout.page_size)
+        self.group, self.slot, self.rows = group, slot, rows
+        self.nbytes = layout.bytes_for(rows)
+        first, rest = divmod(self.nbytes, layout.page_size)
         keep = min(layout.pages_for(rows), slot.granted)
         last = slot.head + slot.span.pages
-        copied = shared = min(last, first)
-        if shared < last:
+        self.copied = self.shared = min(last, first)
+        if self.shared < last:
             if rest:
-                copied = min(keep, last)
+                self.copied = min(keep, last)
             else:
-                keep = shared  # the next step maps the rows that a kernel may over-read
-        unmaps = shared < last or bool(tier_map.noted and tier_map.off_device_end > keep)
-        pages = copied - shared
-        stride, new_pages = pages * layout.page_size, pages * layout.num_tensors
-        return cls(
-            *(group, slot, rows, nbytes, keep, shared, copied, stride, new_pages),
-            *(max(keep, copied), unmaps, not unmaps and keep < slot.granted),
-        )
-
-    def copy(self, ops: OpBatch) -> Reservation:
-        """Adds a copy of the kept part of shared pages to `ops`; returns its scratch addresses.
-
-        The request's own work must be complete. Waits for the work of other requests that wrote the
-        pages it shares.
-        """
-        group, slot, layout = self.group, self.slot, self.group.layout
-        for block, *_ in slot.span.parts:
-            for event in block.events:
-                wait_for(event)
-        addresses = group.scratch.take(self.stride * layout.num_tensors)
-        ops.populate(
-            addresses.addr,
-            self.stride,
-            layout.num_tensors,
-            self.stride,
-            layout.page_size,
-            copy_from=slot.addr + self.shared * layout.page_size,
-            copy_stride=layout.tensor_bytes,
-            copy_bytes=self.nbytes - self.shared * layout.page_size,
-        )
-        return addresses
-
-    def drop_copy(self) -> None:
-        """Undoes `copy` after the batch has run; may be called more than once."""
-        if self.addresses is not None:
-            edits = self.group.reclaimer.free_edits(self.copied - self.shared, {})
-            nbytes = self.stride * self.group.layout.num_tensors
-            self.group.scratch.give_mapped(
-                self.addresses, nbytes, [*edits, [self, "addresses", None]]
-            )
+                keep = self.shared  # the next step maps the rows that a kernel may over-read
+        self.keep, self.end = keep, max(keep, self.copied)
+        self.unmaps = self.shared < last or bool(tier_map.noted and tier_map.off_device_end > keep)
+        self.ownerless = not self.unmaps and keep < slot.granted
+        self.stride = (self.copied - self.shared) * layout.page_size
+        self.new_pages = (self.copied - self.shared) * layout.num_tensors
+        self.addresses: Reservation | None = None
 
     def unmap(self, ops: OpBatch) -> list[list[Any]]:
         """Adds operations that map the copies over shared pages and unmap the pages after them.
@@ -209,10 +153,28 @@ class Truncation:
             The edits that belong to these operations.
         """
         group, slot, layout = self.group, self.slot, self.group.layout
-        tensors, edits = layout.num_tensors, self._unmap_edits()
+        own, mapped = max(self.end, slot.head + slot.span.pages), min(slot.mapped, self.end)
+        tier_map, granted = slot.tier_map, self.keep
+        off_device: dict[Tier, int] = {}
+        if tier_map.noted:
+            off_device = tier_map.off_device(own, slot.mapped)
+            tier_map = tier_map.without(self.shared, self.copied).without(self.end, slot.mapped)
+            granted = max(granted, tier_map.off_device_end)
+        kept, gone = slot.span.part(self.shared - slot.head)
+        edits = [
+            [slot, "tier_map", tier_map],
+            [slot, "span", kept],
+            [slot, "mapped", mapped],
+            [slot, "dirty", min(max(slot.dirty, slot.granted), mapped)],
+            [slot, "large_end", slot.large_end_below(mapped)],
+            *group.pager.grant_edits(slot, granted),
+            *group.reclaimer.shared.use_edits({gone: -1}, {gone: -1}),
+            *group.reclaimer.free_edits(slot.here_from(own), off_device),
+        ]
         if self.addresses is not None:
-            scratch, size = self.addresses.addr, self.stride
-            copies = group.mapper.gather(scratch, size, tensors, size)
+            scratch = self.addresses.addr, self.stride
+            target = slot.addr + self.shared * layout.page_size, layout.tensor_bytes
+            copies = group.mapper.relocate(ops, self.stride, layout.num_tensors, scratch, target)
             edits += (
                 [self, "addresses", None],
                 [group.journal.unrecorded, copies, ...],
@@ -221,26 +183,9 @@ class Truncation:
                 [copies, "_done", True],
                 *group.scratch.give_edits(self.addresses),
             )
-            ops.map(
-                slot.addr + self.shared * layout.page_size,
-                size,
-                copies,
-                0,
-                tensors,
-                layout.tensor_bytes,
-                consume=True,
-                replace=True,
-                split=True,
-            )
-            ops.unmap(scratch, size, tensors, size)
         if self.end < slot.mapped:
-            ops.unmap(
-                slot.addr + self.end * layout.page_size,
-                (slot.mapped - self.end) * layout.page_size,
-                tensors,
-                layout.tensor_bytes,
-                split=True,
-            )
+            at, nbytes = self.end * layout.page_size, (slot.mapped - self.end) * layout.page_size
+            ops.unmap(slot.addr + at, nbytes, layout.num_tensors, layout.tensor_bytes, split=True)
         return edits
 
     def edits(self, work: PriorWork) -> list[list[Any]]:
@@ -255,29 +200,6 @@ class Truncation:
             edits += group.promoter.forget_edits(slot, self.nbytes // group.layout.page_size)
         return [*edits, [group.table, "changes", group.table.changes + 1]]
 
-    def _unmap_edits(self) -> list[list[Any]]:
-        """Returns the edits to the slot and to the counts that belong to `unmap`."""
-        group, slot, tier_map = self.group, self.slot, self.slot.tier_map
-        own, mapped = max(self.end, slot.head + slot.span.pages), min(slot.mapped, self.end)
-        off_device: dict[Tier, int] = {}
-        granted = self.keep
-        if tier_map.noted:
-            off_device = tier_map.off_device(own, slot.mapped)
-            tier_map = tier_map.without(self.shared, self.copied).without(self.end, slot.mapped)
-            granted = max(granted, tier_map.off_device_end)
-        freed = max(0, slot.mapped - own) - sum(off_device.values())
-        kept, gone = slot.span.part(self.shared - slot.head)
-        return [
-            [slot, "tier_map", tier_map],
-            [slot, "span", kept],
-            [slot, "mapped", mapped],
-            [slot, "dirty", min(max(slot.dirty, slot.granted), mapped)],
-            [slot, "large_end", slot.large_end_below(mapped)],
-            *group.pager.grant_edits(slot, granted),
-            *group.reclaimer.shared.use_edits({gone: -1}, {gone: -1}),
-            *group.reclaimer.free_edits(freed, off_device),
-        ]
-
 
 def _cut(each: Sequence[Truncation], work: PriorWork) -> bool:
     """Runs the unmaps of all groups as one batch, after a first batch that makes the copies.
@@ -289,18 +211,13 @@ def _cut(each: Sequence[Truncation], work: PriorWork) -> bool:
         NotRecoverable: the request has lost rows; the message names it. VMemError: nothing has
             changed.
     """
-    begun, copies = [], []
-    after: list[Any] = []
-    for one in each:
-        if one.unmaps:
-            begun.append(one)
-            after += one.slot.events
-        if one.new_pages:
-            copies.append(one)
+    begun = list(filter(attrgetter("unmaps"), each))
+    copies = list(filter(attrgetter("new_pages"), begun))
     if copies and not _copy_all(copies):
         return False
     first = each[0].group
     edits: list[list[Any]] = []
+    after: list[Any] = []
     try:
         for one in each:
             edits += one.edits(work)
@@ -310,6 +227,7 @@ def _cut(each: Sequence[Truncation], work: PriorWork) -> bool:
         ops = OpBatch(3 * len(begun))
         for one in begun:
             edits += one.unmap(ops)
+            after += one.slot.events
         first.mapper.commit(edits, ops, after, waits=first.counters.waits)
     except VMemError as error:
         _drop_copies(begun)
@@ -322,9 +240,10 @@ def _cut(each: Sequence[Truncation], work: PriorWork) -> bool:
 
 
 def _copy_all(copies: Sequence[Truncation]) -> bool:
-    """Copies the kept parts of shared pages.
+    """Copies the kept parts of shared pages to scratch addresses.
 
-    Returns False, changing nothing, if memory is short.
+    The request's own work must be complete. Waits for the work of other requests that wrote the
+    pages it shares. Returns False, changing nothing, if memory is short.
     """
     if not reclaim_for([(one.group.pager, one.new_pages) for one in copies], {}):
         return False
@@ -333,9 +252,17 @@ def _copy_all(copies: Sequence[Truncation]) -> bool:
     first.journal.on_abort(partial(_drop_copies, copies))
     try:
         for one in copies:
-            reclaimer, counters = one.group.reclaimer, one.group.counters
+            layout, reclaimer, counters = one.group.layout, one.group.reclaimer, one.group.counters
+            for block, *_ in one.slot.span.parts:
+                for event in block.events:
+                    wait_for(event)
+            addresses = one.group.scratch.take(one.stride * layout.num_tensors)
+            place = addresses.addr, one.stride, layout.num_tensors, one.stride, layout.page_size
+            at, stride = one.shared * layout.page_size, layout.tensor_bytes
+            source, nbytes = one.slot.addr + at, one.nbytes - at
+            ops.populate(*place, copy_from=source, copy_stride=stride, copy_bytes=nbytes)
             edits += (
-                [one, "addresses", one.copy(ops)],
+                [one, "addresses", addresses],
                 [reclaimer, "device_pages", reclaimer.device_pages + one.new_pages],
                 [counters, "grown", counters.grown + one.new_pages],
             )
@@ -350,7 +277,11 @@ def _copy_all(copies: Sequence[Truncation]) -> bool:
 def _drop_copies(copies: Sequence[Truncation]) -> None:
     """Undoes `_copy_all`; may be called more than once."""
     for one in copies:
-        one.drop_copy()
+        if one.addresses is not None:
+            edits = one.group.reclaimer.free_edits(one.copied - one.shared, {})
+            edits.append([one, "addresses", None])
+            nbytes = one.stride * one.group.layout.num_tensors
+            one.group.scratch.give_mapped(one.addresses, nbytes, edits)
 
 
 def _lost(begun: Sequence[Truncation], error: NotRecoverable) -> NotRecoverable:

@@ -19,11 +19,11 @@ so that the call itself raises the error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from pyvmem._native import Kind
 from pyvmem.errors import VMemError
@@ -36,9 +36,6 @@ from pyvmem.kvcache.slots import Growth, QuietTicket, Slot
 from pyvmem.kvcache.trim import begin_trim, can_compact, last_work
 from pyvmem.kvcache.truncation import planned
 from pyvmem.memory.streams import Work
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable
 
 __all__ = [
     "Blockers",
@@ -105,17 +102,20 @@ def clear(manager: Manager, find_blockers: FindBlockers) -> None:
 # ---- work in flight ------------------------------------------------------------------------------
 
 
+def _work(events: list[Any]) -> Blockers:
+    """Lists the GPU work before these events that may not be complete."""
+    return [partial(wait_for, event) for event in prune(events)]
+
+
 def _job(slot: Slot) -> Blockers:
     """Lists the slot's batch in flight and the earlier owners' work that a growth must wait for."""
     job = slot.job
     if job is None:
         return []
-    tickets = [job.mapping, job.filling] if isinstance(job, Growth) else [job.ticket]
-    waits: Blockers = [
-        QuietTicket(ticket).wait for ticket in tickets if ticket is not None and not ticket.done()
-    ]
+    each = [job.mapping, job.filling] if isinstance(job, Growth) else [job.ticket]
+    waits: Blockers = [QuietTicket(one).wait for one in each if one is not None and not one.done()]
     if isinstance(job, Growth):
-        waits += [partial(wait_for, event) for event in prune(job.handover)]
+        waits += _work(job.handover)
     return waits
 
 
@@ -161,14 +161,13 @@ def before_fork(
             if group.layout.bytes_for(rows) > shared * group.layout.page_size:
                 waits += work.pending()
     table = groups[0].table
-    chosen = into
-    if chosen is None:  # the call prefers slots that have no pages in the first group
-        chosen = table.columns.pick(Kind.FREE, Kind.LOSING | Kind.CACHED)[:count]
-        if len(chosen) < count:
-            chosen = list(map(attrgetter("index"), table.emptiest(count)))
-    if len(chosen) == count:
+    if into is None:  # the call prefers slots that have no pages in the first group
+        into = table.columns.pick(Kind.FREE, Kind.LOSING | Kind.CACHED)[:count]
+        if len(into) < count:
+            into = list(map(attrgetter("index"), table.emptiest(count)))
+    if len(into) == count:
         for group in groups:
-            for index in chosen:
+            for index in into:
                 slot = group.table.slots[index]
                 if slot.job is not None or slot.mapped:
                     waits += _emptied(group, slot)
@@ -209,12 +208,8 @@ def before_prefix(
     finally:
         if match is not tokens:
             match.release()
-    return [
-        partial(wait_for, event)
-        for span in spans
-        for block, *_ in span.parts
-        for event in prune(block.events)
-    ]
+    blocks = [block for span in spans for block, *_ in span.parts]
+    return [wait for block in blocks for wait in _work(block.events)]
 
 
 def before_swap_out(groups: Groups, reqid: int, work: PriorWork) -> Blockers:
@@ -237,7 +232,7 @@ def before_swap_in(groups: Groups, length: int, work: PriorWork) -> Blockers:
         slot = group.table[found.index]
         waits += _job(slot)
         if slot.mapped:
-            waits += [partial(wait_for, one) for one in prune(slot.events)]
+            waits += _work(slot.events)
     return waits
 
 
@@ -279,15 +274,12 @@ def before_move(groups: Groups, reqid: int, work: PriorWork, *, wait: bool) -> B
 
 def before_reclaim(groups: Groups, keep: Collection[int], *, wait: bool) -> Blockers:
     """Lists the blockers of `CacheMemory.reclaim_free`."""
-    if not wait:
-        return []
-    return [
-        blocker
-        for group in groups
-        for slot in group.table.free
-        if slot.index not in keep
-        for blocker in _emptied(group, slot)
-    ]
+    waits: Blockers = []
+    for group in groups if wait else ():
+        for slot in group.table.free:
+            if slot.index not in keep:
+                waits += _emptied(group, slot)
+    return waits
 
 
 def before_trim(
@@ -299,21 +291,16 @@ def before_trim(
         return []
     if prefixes == "host":
         for block in chain.from_iterable(map(_blocks, groups)):
-            waits += [partial(wait_for, event) for event in prune(block.events)]
+            waits += _work(block.events)
         if waits:
             return waits
     for group in groups:
-        waits += [
-            wait
-            for job in group.pager.growths
-            if not job.awaited
-            for slot in job.slots[:1]
-            for wait in _job(slot)
-        ]
+        idle = [job.slots[0] for job in group.pager.growths if job.slots and not job.awaited]
+        waits += chain.from_iterable(map(_job, idle))
         group.reclaimer.release_stale(kept=True)
     for group in groups:
         begin_trim(group, prefixes, leased=True)
         waits += [QuietTicket(one.ticket).wait for one in group.reclaimer.unmaps if not one.done()]
     if compact is None and can_compact(manager):
-        waits += [partial(wait_for, event) for event in last_work(groups)]
+        waits += _work(last_work(groups))
     return waits

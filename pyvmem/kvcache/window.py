@@ -135,7 +135,8 @@ class Window:
             if head > slot.head:
                 found.append((slot, head, later, least))
             else:
-                self._set(index, later, max(least, self._least[index]))
+                least = max(least, self._least[index])
+                self._journal.change(self._set_edits(index, later, least))
         return found
 
     def _parted(self, slot: Slot, head: int) -> tuple[int, int]:
@@ -146,13 +147,7 @@ class Window:
         return head, head + 1
 
     def edit(
-        self,
-        edits: list[list[Any]],
-        due: list[_Due],
-        ops: Any,
-        ticket: Ticket,
-        *,
-        quiet: bool,
+        self, edits: list[list[Any]], due: list[_Due], ops: Any, ticket: Ticket, *, quiet: bool
     ) -> None:
         """Writes the unmaps of `due` into a batch, and appends the edits to the records.
 
@@ -163,8 +158,10 @@ class Window:
             ticket: the batch's ticket.
             quiet: another group reports the batch's failure.
         """
-        reclaimer, owners = self.reclaimer, []
-        slots, indexes, lows, heads = [], [], [], []
+        reclaimer = self.reclaimer
+        slots, heads, *_ = map(list, zip(*due, strict=True))
+        fields = map(attrgetter("index", "owner", "head"), slots)
+        indexes, owners, lows = map(list, zip(*fields, strict=True))
         # Spans are computed once for all slots that share the same pages.
         shares, parted = [], dict[tuple[tuple[Part, ...], int], tuple[Span, Span]]()
         count: Counter[Span] = Counter()
@@ -172,27 +169,20 @@ class Window:
         tier_map: dict[Slot, TierMap] = {}
         off_device: Counter[Tier] = Counter()
         for slot, head, later, least in due:
-            index = slot.index
-            slots.append(slot)
-            indexes.append(index)
-            owners.append(slot.owner)
-            lows.append(slot.head)
-            heads.append(head)
-            edits += ([self._next, index, later], [self._least, index, least])
+            edits += ([self._next, slot.index, later], [self._least, slot.index, least])
+            share = EMPTY
             if slot.span.pages:
                 key = slot.span.parts, head - slot.head
                 if key not in parted:
                     parted[key] = slot.span.part(head - slot.head)
                 share, rest = parted[key]
                 count[share] -= 1
-                shares.append(share)
                 keeping.append(slot)
                 kept.append(rest)
-            else:
-                shares.append(EMPTY)
+            shares.append(share)
             if slot.tier_map.noted:
                 tier_map[slot] = slot.tier_map.within(slot.head, head)
-                off_device.update(slot.tier_map.off_device(slot.head + shares[-1].pages, head))
+                off_device.update(slot.tier_map.off_device(slot.head + share.pages, head))
                 edits.append([slot, "tier_map", slot.tier_map.without(slot.head, head)])
         if keeping:
             edits.append([keeping, "span", kept])
@@ -201,12 +191,11 @@ class Window:
         parts = chain.from_iterable(map(attrgetter("parts"), shares))
         span = Span(tuple(parts)) if keeping else EMPTY
         job = Slide(slots, owners, lows, heads, shares, span, ticket, quiet, tier_map, off_device)
-        gone = sum(heads) - sum(lows)
         edits += (
             [slots, "head", heads[:]],
             [slots, "job", [job] * len(slots)],
             [reclaimer, "unmaps", [*reclaimer.unmaps, job]],
-            [reclaimer, "slid", reclaimer.slid + gone],
+            [reclaimer, "slid", reclaimer.slid + sum(heads) - sum(lows)],
             [reclaimer, "coming", reclaimer.coming + job.pages],
             [reclaimer, "own_off_device", None],
         )
@@ -233,7 +222,7 @@ class Window:
         does it.
         """
         least = self._window + self._rows(head)
-        self._set(slot.index, self._first, least)
+        self._journal.change(self._set_edits(slot.index, self._first, least))
         low, _ = self._parted(slot, head)
         if low > slot.head and slot.job is None:
             _begin([(self, [(slot, low, self._goes_at(low + 1), least)])], [])
@@ -245,9 +234,6 @@ class Window:
 
     def _set_edits(self, index: int, later: int, least: int) -> list[list[Any]]:
         return [[self._next, index, later], [self._least, index, least]]
-
-    def _set(self, index: int, later: int, least: int) -> None:
-        self._journal.change(self._set_edits(index, later, least))
 
 
 def slide(windows: Sequence[tuple[Window, Sequence[int]]], stream: Any) -> None:
