@@ -428,11 +428,7 @@ class KVCache(MustClose):
     # ---- forks -----------------------------------------------------------------------------------
 
     def fork(
-        self,
-        reqid: int,
-        length: int | None = None,
-        stream: Any = None,
-        into: int | None = None,
+        self, reqid: int, length: int | None = None, stream: Any = None, into: int | None = None
     ) -> int | None:
         """Allocates a request that begins with the rows of another, for sampling or beam search.
 

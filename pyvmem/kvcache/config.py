@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyvmem.kvcache.checks import bounded, invalid, real, switched
 from pyvmem.models.hf_config import uniform_layers
-from pyvmem.models.shapes import (
-    DTYPE_BYTES,
-)
+from pyvmem.models.shapes import DTYPE_BYTES
 
 if TYPE_CHECKING:
     import torch

@@ -408,11 +408,7 @@ class ParallelKVCache(KVCache):
     _manager: RankManager
 
     def __init__(
-        self,
-        config: KVCacheConfig,
-        group: Any = None,
-        backend: str = "auto",
-        device: Any = None,
+        self, config: KVCacheConfig, group: Any = None, backend: str = "auto", device: Any = None
     ) -> None:
         self._closed = True  # set to False once the groups exist
         self._digest = 0
@@ -848,8 +844,7 @@ class ParallelKVCache(KVCache):
         Host or peer memory may be full on only one rank, so results would differ.
         """
         raise _not_supported(
-            "move: the ranks have agreed only on how much device memory to use",
-            op="KVCache.move",
+            "move: the ranks have agreed only on how much device memory to use", op="KVCache.move"
         )
 
     @property

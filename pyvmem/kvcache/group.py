@@ -11,13 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyvmem._native import Kind, Outcome
-from pyvmem.errors import (
-    NotRecoverable,
-    NotSupported,
-    OutOfMemory,
-    TooManyBatches,
-    VMemError,
-)
+from pyvmem.errors import NotRecoverable, NotSupported, OutOfMemory, TooManyBatches, VMemError
 from pyvmem.features import require_page_size
 from pyvmem.features.table import SPARSE
 from pyvmem.kvcache.budget import available_bytes

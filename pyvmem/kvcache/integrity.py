@@ -14,15 +14,7 @@ from pyvmem.kvcache.slots import Growth, Slide, Slot, Unmap
 from pyvmem.kvcache.stats import CacheStats, SlotInfo
 from pyvmem.memory.info import Location, RangeFlags
 
-__all__ = [
-    "IntegrityError",
-    "check",
-    "check_away",
-    "check_places",
-    "snapshot",
-    "stats",
-    "verify",
-]
+__all__ = ["IntegrityError", "check", "check_away", "check_places", "snapshot", "stats", "verify"]
 
 
 class IntegrityError(VMemError):

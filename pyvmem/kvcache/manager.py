@@ -101,8 +101,7 @@ class Manager:
         """
         if self.owns_context:
             self.context = self._opens(
-                pool_low=sum(map(pool_low, self._configs)),
-                max_mappings=self._whole.max_mappings,
+                pool_low=sum(map(pool_low, self._configs)), max_mappings=self._whole.max_mappings
             )
             self.context.remains.unclaimed = True  # reset by the first call
         if self._shares and self.budget is None:
