@@ -76,9 +76,9 @@ class GroupView(Facet):
         super().__init__(manager)
         self._place = place
         self._tensors: list[torch.Tensor] = []
-        parts = manager.groups[place].parts
-        self.config, self.layout = parts.layout.config, parts.layout
-        self.context, self.reservation = parts.context, parts.reservation
+        group = manager.groups[place]
+        self.config, self.layout = group.config, group.layout
+        self.context, self.reservation = group.context, group.reservation
 
     def __repr__(self) -> str:
         return f"<GroupView of {counted(self.config.num_layers, 'layer')}: {self.layout!r}>"
@@ -858,7 +858,7 @@ class KVCache(MustClose):
 
         Raises NotSupported if the layers form several groups; `caches` has a reservation for each.
         """
-        return self._manager.only("reservation").parts.reservation
+        return self._manager.only("reservation").reservation
 
     @property
     def safe_overread(self) -> bool:

@@ -7,7 +7,6 @@ import operator
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyvmem._native import Kind, Outcome
@@ -41,10 +40,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Group",
     "Loan",
-    "Parts",
     "free_on_abort",
     "lend",
-    "make_parts",
+    "make_layout",
     "open_context",
     "pool_low",
     "prepare",
@@ -55,47 +53,12 @@ _MAX_READY = 256 << 20
 _NEWCOMERS = 8  # one in this many slots keeps no prefix, so that new prompts find an empty slot
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The objects that a group is built from; created by `make_parts`.
-
-    Attributes:
-        context: allocates the pages.
-        layout: offsets of slots, tensors and rows.
-        reservation: addresses of all tensors.
-        limit_pages: maximum number of physical pages that the cache may have.
-        cuda_device: CUDA ordinal; None if the pages are CPU memory.
-    """
-
-    context: Context
-    layout: Layout
-    reservation: Reservation
-    limit_pages: int
-    cuda_device: int | None
-
-
-def make_parts(
-    config: KVCacheConfig, context: Context, journal: Journal, budget: Budget | None = None
-) -> Parts:
-    """Reserves a group's addresses; the journal frees them if the call fails."""
+def make_layout(config: KVCacheConfig, context: Context) -> Layout:
+    """Returns the layout of a group with this configuration, after checking the page size."""
     info = context.info
     page_size = config.page_size or info.granule
     require_page_size(info, page_size)
-    layout = Layout(config, page_size, Caps.LARGE_ENTRIES in info.caps)
-    cuda_device = context.cuda_device
-    limit = _limit_pages(config, layout, context, budget)
-    if config.sparse:
-        SPARSE.require(info, f"sparse, with pages of {info.granule} bytes")
-    # The default alignment is 2 MiB; larger pages need more.
-    reservation = Reservation(context, Outcome())
-    journal.unrecorded[reservation] = None
-    context.reserve(
-        layout.total_bytes,
-        into=reservation,
-        sparse=config.sparse,
-        align=max(page_size, BLOCK_BYTES),
-    )
-    return Parts(context, layout, reservation, limit, cuda_device)
+    return Layout(config, page_size, Caps.LARGE_ENTRIES in info.caps)
 
 
 def open_context(configs: Sequence[KVCacheConfig], backend: str, **options: Any) -> Context:
@@ -127,9 +90,9 @@ def pool_low(config: KVCacheConfig) -> int:
     return min(growth, _MAX_READY, config.memory_limit // 16 or _MAX_READY)
 
 
-def _limit_pages(
-    config: KVCacheConfig, layout: Layout, context: Context, budget: Budget | None
-) -> int:
+def _limit_pages(layout: Layout, context: Context, budget: Budget | None) -> int:
+    """Returns the maximum number of physical pages that a group may have."""
+    config = layout.config
     everything = layout.slot_pages * layout.num_tensors * config.max_batch
     if not config.memory_limit:
         available = available_bytes(context) if budget is None else budget.total_bytes
@@ -151,6 +114,10 @@ class Group:
     Not thread-safe: the caller holds the cache's lock.
 
     Attributes:
+        layout: offsets of slots, tensors and rows.
+        context: allocates the pages.
+        reservation: addresses of all tensors.
+        device: CUDA ordinal; None if the pages are CPU memory.
         used_tokens: number of rows held, summed over slots.
         token_bytes, page_bytes: size in bytes of one token's rows and of one page, over all
             tensors.
@@ -170,37 +137,45 @@ class Group:
 
     def __init__(
         self,
-        config: KVCacheConfig,
-        parts: Parts,
+        layout: Layout,
+        context: Context,
         journal: Journal,
+        budget: Budget | None,
         table: type[SlotTable],
         prefixes: PrefixCache,
         place: int,
         ops: OpBatch,
     ) -> None:
-        self.config = config
-        self.parts = parts
-        self.context = parts.context
+        self.config = config = layout.config
+        self.layout = layout
+        self.context = context
         self.journal = journal
-        self.mapper = Mapper(parts.context, journal)
-        self.layout = layout = parts.layout
-        self.device = parts.cuda_device
-        self.counters = Counters(parts.context)
-        base, stride = parts.reservation.addr, layout.slot_bytes
+        limit = _limit_pages(layout, context, budget)
+        if config.sparse:
+            SPARSE.require(context.info, f"sparse, with pages of {context.info.granule} bytes")
+        self.reservation = reservation = Reservation(context, Outcome())
+        journal.unrecorded[reservation] = None
+        # The default alignment is 2 MiB; larger pages need more.
+        align = max(layout.page_size, BLOCK_BYTES)
+        context.reserve(layout.total_bytes, into=reservation, sparse=config.sparse, align=align)
+        self.mapper = Mapper(context, journal)
+        self.device = context.cuda_device
+        self.counters = Counters(context)
+        base, stride = reservation.addr, layout.slot_bytes
         self.table = table(config.max_batch, journal, base, stride, layout.block)
         self.reclaimer = Reclaimer(
             self.mapper,
             layout,
             self.table,
-            parts.limit_pages,
+            limit,
             config.low_watermark,
             self.counters,
             prefixes,
             place,
         )
         self.scratch = Scratch(self.mapper, layout.page_size)
-        self.mover = Mover(self.reclaimer, self.scratch, parts.cuda_device)
-        self.pager = Pager(self.reclaimer, self.mover, config, parts.cuda_device, ops)
+        self.mover = Mover(self.reclaimer, self.scratch, self.device)
+        self.pager = Pager(self.reclaimer, self.mover, config, self.device, ops)
         self.sharing = Sharing(self.pager, config)
         self.promoter = self.window = None
         if layout.block and not (layout.state or config.window):
@@ -225,14 +200,14 @@ class Group:
         self._eager_pages = min(config.eager_pages, layout.slot_pages)
         self._newcomers = max(1, config.max_batch // _NEWCOMERS)
         self._prepared: Slot | None = None
-        made = [journal.unrecorded, parts.reservation, ...]
+        made = [journal.unrecorded, reservation, ...]
         journal.change([made, [journal, "recoverables", [*journal.recoverables, self]]])
 
     # ---- recovery after an asynchronous exception ------------------------------------------------
 
     def owns(self, made: object) -> bool:
         """Returns whether a reservation belongs to the group."""
-        return made is self.parts.reservation or self.scratch.owns(made) or self.mover.owns(made)
+        return made is self.reservation or self.scratch.owns(made) or self.mover.owns(made)
 
     def failed(self, error: VMemError) -> None:
         """See `Recoverable.failed`."""
@@ -551,7 +526,6 @@ class Group:
 
     def close(self, stream: Any) -> None:
         """Waits for all batches, then frees the pages and the reservation; may be called again."""
-        reservation = self.parts.reservation
         event = record(stream, self.device) if any(slot.active for slot in self.table) else None
         self.mover.close()
         for slot in self.table:
@@ -570,10 +544,10 @@ class Group:
         self.reclaimer.shared.close()
         self.scratch.close()
         try:
-            reservation.abandon()
+            self.reservation.abandon()
         except NotRecoverable:
             # Quarantined pages hold their addresses until the context is closed.
-            reservation.leave()
+            self.reservation.leave()
         if self in self.journal.recoverables:
             self.journal.recoverables.remove(self)
 

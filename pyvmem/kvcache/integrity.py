@@ -95,7 +95,7 @@ def stats(group: Group) -> CacheStats:
         cached_slots=states.count("cached"),
         empty_slots=states.count("empty"),
         broken_slots=states.count("broken"),
-        segments=group.context.query(group.parts.reservation.addr).segments,
+        segments=group.context.query(group.reservation.addr).segments,
         mappings=now.mappings,
         large_entries=now.large_entries,
         steps=counters.steps,

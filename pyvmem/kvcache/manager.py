@@ -19,7 +19,7 @@ from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import PriorWork
-from pyvmem.kvcache.group import Group, make_parts, open_context, pool_low, prepare
+from pyvmem.kvcache.group import Group, make_layout, open_context, pool_low, prepare
 from pyvmem.kvcache.growth import OPS
 from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.prefix_cache import PrefixCache
@@ -106,9 +106,26 @@ class Manager:
             self.context.remains.unclaimed = True  # reset by the first call
         if self._shares and self.budget is None:
             self._use(Budget(self.context, self._whole.memory_limit))
-        with self.lock, self.journal:
-            self.journal.on_abort(self._give_back)
-            self._make(self._configs, self._table)
+        budget, journal, table = self.budget, self.journal, self._table
+        with self.lock, journal:
+            journal.on_abort(self._give_back)
+            layouts = [make_layout(config, self.context) for config in self._configs]
+            least = sum(one.page_size * one.num_tensors for one in layouts)
+            if budget is not None and len(layouts) > 1 and budget.total_bytes < least:
+                raise invalid(
+                    f"{budget.total_bytes} bytes are less than one page in every tensor, {least}",
+                    size=budget.total_bytes,
+                    limit=least,
+                )
+            prefixes = PrefixCache(layouts, journal, lockstep=table.lockstep)
+            ops = OpBatch(OPS * self._whole.max_batch * len(layouts))
+            for place, layout in enumerate(layouts):
+                group = Group(layout, self.context, journal, budget, table, prefixes, place, ops)
+                journal.change([[self, "groups", (*self.groups, group)]])
+            if budget is not None:
+                for group in self.groups:
+                    call_part(partial(budget.join, group.pager, group.config.memory_floor))
+            prepare(self.groups)
 
     def abandon(self) -> None:
         """Cleans up after an exception in `make`."""
@@ -117,28 +134,6 @@ class Manager:
                 self.journal.on_abort(self._give_back)
                 self.journal.made()
                 self._give_back()
-
-    def _make(self, configs: Sequence[KVCacheConfig], table: type[SlotTable]) -> None:
-        budget, journal = self.budget, self.journal
-        parts = [make_parts(config, self.context, journal, budget) for config in configs]
-        layouts = [one.layout for one in parts]
-        if budget is not None:
-            least = sum(one.page_size * one.num_tensors for one in layouts)
-            if len(configs) > 1 and budget.total_bytes < least:
-                raise invalid(
-                    f"{budget.total_bytes} bytes are less than one page in every tensor, {least}",
-                    size=budget.total_bytes,
-                    limit=least,
-                )
-        prefixes = PrefixCache(layouts, journal, lockstep=table.lockstep)
-        ops = OpBatch(OPS * sum(config.max_batch for config in configs))
-        for place, (config, one) in enumerate(zip(configs, parts, strict=True)):
-            group = Group(config, one, journal, table, prefixes, place, ops)
-            journal.change([[self, "groups", (*self.groups, group)]])
-        if budget is not None:
-            for group in self.groups:
-                call_part(partial(budget.join, group.pager, group.config.memory_floor))
-        prepare(self.groups)
 
     def open(self) -> tuple[Group, ...]:
         """Returns the groups, for a call that holds the lock.
@@ -183,10 +178,10 @@ class Manager:
         if self.closed:
             return
         work = PriorWork(stream, self.context.cuda_device)
-        living = [one for one in self.groups if one.parts.reservation.live_arrays]
+        living = [one for one in self.groups if one.reservation.live_arrays]
         if living and self.context.is_open:
-            reservation = living[0].parts.reservation
-            count = sum(one.parts.reservation.live_arrays for one in living)
+            reservation = living[0].reservation
+            count = sum(one.reservation.live_arrays for one in living)
             raise Busy(
                 f"the cache has {counted(count, 'live tensor')}: drop every tensor and view, then "
                 "close it (a notebook keeps what a cell displayed)",
