@@ -350,11 +350,6 @@ class Group:
         """
         return self.pager.columns.held_rows
 
-    @property
-    def has_batches(self) -> bool:
-        """True if a batch on the group's addresses may be in flight."""
-        return bool(self.pager.growths or self.reclaimer.unmaps or self.mover.moves)
-
     def readable_rows(self, reqids: Sequence[int]) -> list[int]:
         """See `CacheSlots.readable_rows`."""
         size, row, most = self.layout.page_size, self.layout.row_bytes, self.layout.max_rows
