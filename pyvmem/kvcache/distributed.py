@@ -33,7 +33,7 @@ import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial, update_wrapper
+from functools import partial, wraps
 from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, TypeVar, cast
 
 import torch
@@ -270,11 +270,9 @@ def take_pages(context: Context, config: KVCacheConfig, page: int) -> int:
     wanted = config.memory_limit or min(everything, available_bytes(context))
     wanted -= wanted % page
     least = page * layout.num_tensors
-    for part in range(1, _WARM_STEPS + 1):
-        try:
+    with suppress(OutOfMemory):
+        for part in range(1, _WARM_STEPS + 1):
             context.warm(wanted * part // _WARM_STEPS)
-        except OutOfMemory:
-            break
     taken = min(wanted, context.stats().free_bytes)
     if taken < least:
         raise invalid(
@@ -284,6 +282,14 @@ def take_pages(context: Context, config: KVCacheConfig, page: int) -> int:
             limit=least,
         )
     return taken // page
+
+
+def _checked_maxima(ranks: Ranks, failure: Failure | None, values: list[int]) -> list[int]:
+    """Returns each number's maximum over the ranks; raises RankFailed if a rank has a failure."""
+    status, *found = ranks.maxima([failure.status if failure else 0, *values])
+    if failed := Failure.from_status(status):
+        raise (failure or failed).error()
+    return found
 
 
 def agree_on_pages(
@@ -296,10 +302,7 @@ def agree_on_pages(
         InvalidArgument: configurations or page sizes differ.
     """
     shape = zlib.crc32(repr(asdict(replace(config, memory_limit=0))).encode())
-    own = failure.status if failure else 0
-    status, *found = ranks.maxima([own, shape, -shape, page, -page, -pages])
-    if failed := Failure.from_status(status):
-        raise (failure or failed).error()
+    found = _checked_maxima(ranks, failure, [shape, -shape, page, -page, -pages])
     if found[0] != -found[1]:
         raise invalid("the ranks' configurations differ in more than memory_limit")
     if found[2] != -found[3]:
@@ -349,10 +352,6 @@ class RankManager(Manager):
         return groups
 
 
-class _Broken(Exception):
-    """Recorded as a rank's error before an operation that must not be interrupted."""
-
-
 _OUT_OF_MAPPINGS = 1  # a status below every status of a `Failure`
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -366,11 +365,11 @@ def _compared(
     For `settles`, see `ParallelKVCache._compare`.
     """
 
+    @wraps(method)
     def compare(self: ParallelKVCache, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         call = partial(method, self, *args, **kwargs)
         return self._compare(method.__name__, call, settles=settles)
 
-    update_wrapper(compare, method)
     return compare
 
 
@@ -430,38 +429,31 @@ class ParallelKVCache(KVCache):
         page = pages = 0
         failure = None
         try:
-            self._own = open_context(
+            self._own = context = open_context(
                 [config],
                 backend,
                 device=device,
                 pool_high=KEEP_ALL,
                 max_mappings=config.max_mappings,
             )
-            self._own.remains.unclaimed = True  # reset by the cache's first call
-            page = config.page_size or self._own.info.granule
-            pages = take_pages(self._own, config, page)
+            context.remains.unclaimed = True  # reset by the cache's first call
+            page = config.page_size or context.info.granule
+            pages = take_pages(context, config, page)
         except Exception as error:
             failure = Failure.of(ranks.rank, error, "init")
         try:
             pages = agree_on_pages(ranks, config, page, pages, failure)
             try:
-                self._make(replace(config, page_size=page, memory_limit=pages * page))
+                context.trim(pages * page)  # frees what the other ranks do not have
+                own = replace(config, page_size=page, memory_limit=pages * page, max_mappings=0)
+                self._begin(RankManager("KVCache", own, None, context, "", 0, None, LockstepTable))
             except Exception as error:
                 failure = Failure.of(ranks.rank, error, "init")
-            (status,) = ranks.maxima([failure.status if failure else 0])
-            if failed := Failure.from_status(status):
-                raise (failure or failed).error()
+            _checked_maxima(ranks, failure, [])
         except BaseException:
             with suppress(VMemError):
                 self.close()
             raise
-
-    def _make(self, config: KVCacheConfig) -> None:
-        """Creates the cache with as much memory as every rank has, and frees the rest."""
-        assert self._own is not None
-        self._own.trim(config.memory_limit)
-        config = replace(config, max_mappings=0)
-        self._begin(RankManager("KVCache", config, None, self._own, "", 0, None, LockstepTable))
 
     def __repr__(self) -> str:
         if not hasattr(self, "config"):  # construction failed
@@ -472,12 +464,7 @@ class ParallelKVCache(KVCache):
     # ---- comparing results, propagating failures -------------------------------------------------
 
     def _compare(
-        self,
-        name: str,
-        call: Callable[[], _T],
-        ids: TokenIds | None = None,
-        *,
-        settles: bool = True,
+        self, name: str, call: Callable[[], _T], ids: TokenIds | None = None, settles: bool = True
     ) -> _T:
         """Makes a call and adds its result or failure, and its tokens `ids`, to the digest.
 
@@ -581,10 +568,8 @@ class ParallelKVCache(KVCache):
         """Poisons the rank if an exception ends the block, since other ranks may not see it."""
         try:
             yield
-        except (VMemError, Reentered):
-            raise
         except BaseException as error:
-            if self._manager.failure is None:
+            if self._manager.failure is None and not isinstance(error, (VMemError, Reentered)):
                 self._poison(error, where)
             raise
 
@@ -595,7 +580,7 @@ class ParallelKVCache(KVCache):
             if status == _OUT_OF_MAPPINGS:
                 if digest == -negative:
                     # The rank stays poisoned until the step is undone.
-                    self._poison(_Broken("interrupted"), "undoing a step")
+                    self._poison(InterruptedError("an exception came"), "undoing a step")
                     self._take_back()
                     manager.failure = None
                     raise _too_many(
@@ -642,13 +627,10 @@ class ParallelKVCache(KVCache):
         try:
             yield
         except BaseException as error:
-            known = self._known
-            alike = isinstance(error, PrefixEvicted) or (
-                isinstance(error, InvalidArgument) and _is_refusal(error)
-            )
-            if alike and not known:
-                raise
-            if not known:
+            if not self._known:
+                bad_argument = isinstance(error, InvalidArgument) and _is_refusal(error)
+                if bad_argument or isinstance(error, PrefixEvicted):
+                    raise
                 self._poison(error, "a block of together()")
             if not isinstance(error, Exception):
                 with suppress(Exception):
@@ -713,13 +695,9 @@ class ParallelKVCache(KVCache):
         Raises:
             RankFailed, RanksDiffer: as for `agree`, on every rank.
         """
-        answer = -1
-        try:
-            with self.together():
-                answer = self.step(seq_lens, stream)
-        except TooManyMappings:
-            return -1
-        return answer
+        with suppress(TooManyMappings), self.together():
+            return self.step(seq_lens, stream)
+        return -1
 
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """Like `KVCache.step_async`. A second call before `step` first completes the earlier one.
@@ -733,17 +711,13 @@ class ParallelKVCache(KVCache):
         """
 
         def begin() -> int:
-            try:
-                return call_part(partial(KVCache.step_async, self, seq_lens, stream))
-            except TooManyMappings:
-                return 0
-
-        def call() -> int:
-            answer = self._compare("step_async", begin)
+            answer = 0
+            with suppress(TooManyMappings):
+                answer = call_part(partial(KVCache.step_async, self, seq_lens, stream))
             self._ahead = answer == 0
             return answer
 
-        return self._section("step_async", call)
+        return self._compare("step_async", begin)
 
     def _take_back(self) -> None:
         """Undoes the last step: requests get back their earlier rows and pages.
@@ -831,12 +805,8 @@ class ParallelKVCache(KVCache):
         effect.
         """
         check(stream)
-
-        def call() -> int:
-            unmap_idle(self._groups, prefixes)
-            return 0
-
-        return self._compare("trim", call)
+        self._compare("trim", partial(unmap_idle, self._groups, prefixes))
+        return 0
 
     def move(self, *args: Any, **kwargs: Any) -> Moved:
         """Raises NotSupported.
@@ -875,7 +845,8 @@ class ParallelKVCache(KVCache):
         with self._lock, self._journal:
             have = [0] * (len(group.table) + 1)
             status = 0
-            self._poison(_Broken("interrupted"), "recover")  # lasts until every rank is reset
+            # The rank stays poisoned until every rank is reset.
+            self._poison(InterruptedError("an exception came"), "recover")
             manager.out_of_mappings = ""
             try:
                 have = self._reset(stream)
