@@ -269,17 +269,16 @@ def take_pages(context: Context, config: KVCacheConfig, page: int) -> int:
     everything = layout.slot_pages * layout.num_tensors * config.max_batch * page
     wanted = config.memory_limit or min(everything, available_bytes(context))
     wanted -= wanted % page
-    least = page * layout.num_tensors
     with suppress(OutOfMemory):
         for part in range(1, _WARM_STEPS + 1):
             context.warm(wanted * part // _WARM_STEPS)
     taken = min(wanted, context.stats().free_bytes)
-    if taken < least:
+    if taken < layout.page_bytes:
         raise invalid(
             f"{taken} bytes are less than one page of {page} bytes in each of "
-            f"{layout.num_tensors} tensors ({least} bytes)",
+            f"{layout.num_tensors} tensors ({layout.page_bytes} bytes)",
             size=taken,
-            limit=least,
+            limit=layout.page_bytes,
         )
     return taken // page
 

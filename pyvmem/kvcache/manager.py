@@ -110,7 +110,7 @@ class Manager:
         with self.lock, journal:
             journal.on_abort(self._give_back)
             layouts = [make_layout(config, self.context) for config in self._configs]
-            least = sum(one.page_size * one.num_tensors for one in layouts)
+            least = sum(one.page_bytes for one in layouts)
             if budget is not None and len(layouts) > 1 and budget.total_bytes < least:
                 raise invalid(
                     f"{budget.total_bytes} bytes are less than one page in every tensor, {least}",

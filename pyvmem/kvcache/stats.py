@@ -6,12 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from pyvmem import _native
-
-if TYPE_CHECKING:
-    from pyvmem.memory.context import Context
+from pyvmem.memory.context import Context
 
 __all__ = ["CacheStats", "Counters", "SlotInfo", "together"]
 
