@@ -314,7 +314,8 @@ def check_away(group: Group) -> list[str]:
     found = []
     own = group.own_off_device()
     if group.reclaimer.own_off_device not in (None, own):
-        found.append(f"off-device pages per tensor of requests: counted {own[0]}, not as recorded")
+        pages = sum(high - low for _, low, high in own)
+        found.append(f"off-device pages per tensor of requests: counted {pages}, not as recorded")
     recorded = group.reclaimer.off_device
     for tier in {*counted, *recorded}:
         if (pages := counted[tier] * tensors) != recorded[tier]:

@@ -141,7 +141,6 @@ class Reclaimer:
         layout: Layout,
         table: SlotTable,
         limit: int,
-        low_watermark: float,
         counters: Counters,
         prefixes: Evictable,
         place: int,
@@ -151,11 +150,11 @@ class Reclaimer:
         self.layout = layout
         self.table = table
         self.limit = limit
-        self.watermark = low_watermark
+        self.watermark = layout.config.low_watermark
         self.counters = counters
         self.device_pages = self.slid = self.coming = 0
         self.off_device: Counter[Tier] = Counter()
-        self.own_off_device: tuple[int, list[Slot]] | None = None
+        self.own_off_device: list[Piece] | None = None
         self.shared = SharedPages(layout, mapper)
         self._prefixes, self._place = prefixes, place
         self.unmaps: list[Unmap | Slide] = []
