@@ -395,8 +395,8 @@ class Budget(Closable):
                 "in_use": in_use,
                 "cached": max(0, sum(share.used for share in self._shares) - in_use),
                 "waits": sum(one.waits.struct.count for one in counters),
-                "hits": sum(one.hit_tokens for one in counters),
-                "queries": sum(one.query_tokens for one in counters),
+                "hits": sum(one.prefix_hit_tokens for one in counters),
+                "queries": sum(one.prefix_query_tokens for one in counters),
                 "maps": stats.map_calls,
                 "handles": stats.mappings,
             }

@@ -172,9 +172,8 @@ class Ranks:
         self.size = dist.get_world_size(group)
         if self.rank < 0:
             raise invalid("this process is not in the given group")
-        on_gpu = dist.get_backend(group) == "nccl"
         self._device = torch.device("cpu")
-        if on_gpu:
+        if dist.get_backend(group) == "nccl":
             ordinal = torch.cuda.current_device() if device is None else device
             self._device = torch.device("cuda", ordinal)
 
@@ -544,9 +543,8 @@ class ParallelKVCache(KVCache):
         ranks, so use int64 or float64.
         """
         with self._lock, self._journal:
-            failure = self._manager.failure
-            lacking = _OUT_OF_MAPPINGS * bool(self._manager.out_of_mappings)
-            own = failure.status if failure else lacking
+            failure, lacking = self._manager.failure, bool(self._manager.out_of_mappings)
+            own = failure.status if failure else _OUT_OF_MAPPINGS * lacking
             return [own, self._digest, -self._digest]
 
     def agree(self, maxima: Sequence[int]) -> None:
@@ -842,16 +840,14 @@ class ParallelKVCache(KVCache):
         manager = self._manager
         group = manager.groups[0]
         with self._lock, self._journal:
-            have = [0] * (len(group.table) + 1)
-            status = 0
             # The rank stays poisoned until every rank is reset.
             self._poison(InterruptedError("an exception came"), "recover")
             manager.out_of_mappings = ""
             try:
-                have = self._reset(stream)
+                status, have = 0, self._reset(stream)
             except Exception as error:
                 self._poison(error, "recover")
-                status = self.status()[0]
+                status, have = self.status()[0], [0] * (len(group.table) + 1)
             status, *least = self._ranks.maxima([status, *(-value for value in have)])
             self._agree(status, 0, 0)
             group.reclaimer.limit = -least[0]

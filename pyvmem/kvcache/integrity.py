@@ -39,8 +39,7 @@ def _state(slot: Slot) -> str:
 
 def snapshot(group: Group) -> list[SlotInfo]:
     """Returns every slot's state, after recording the results of finished batches."""
-    jobs = [slot.job for slot in group.table]
-    in_flight = [job is not None and not job.done() for job in jobs]
+    in_flight = [slot.job is not None and not slot.job.done() for slot in group.table]
     group.reclaimer.poll()
     return [
         SlotInfo(
@@ -65,18 +64,17 @@ def stats(group: Group) -> CacheStats:
     counters.peak_mapped = max(counters.peak_mapped, reclaimer.device_pages)
     active_pages, used = group.note_use()  # an interrupted call may have skipped this
     states = [_state(slot) for slot in group.table]
-    calls, ns = counters.driver()
+    ahead = sum(one.mapped - one.granted for one in group.table if one.active and not one.stale)
     waits = counters.waits.struct
     grown, reused, zeroed = group.pager.under_way()
     now, host = group.context.stats(), group.prefixes.host
+    calls, ns = counters.driver(now)
     return CacheStats(
+        **counters.shown(),
         total_pages=reclaimer.free + reclaimer.device_pages,
         free_pages=reclaimer.free,
         cached_pages=reclaimer.device_pages - active_pages,
-        ahead_pages=sum(
-            slot.mapped - slot.granted for slot in group.table if slot.active and not slot.stale
-        )
-        * layout.num_tensors,
+        ahead_pages=ahead * layout.num_tensors,
         active_pages=active_pages,
         shared_pages=reclaimer.shared.pages * layout.num_tensors,
         moving_pages=group.mover.pages()[0] * layout.num_tensors,
@@ -98,21 +96,9 @@ def stats(group: Group) -> CacheStats:
         segments=group.context.query(group.reservation.addr).segments,
         mappings=now.mappings,
         large_entries=now.large_entries,
-        steps=counters.steps,
-        steps_async=counters.steps_async,
-        short=counters.short,
         grown_pages=counters.grown - grown,
         zeroed_pages=counters.zeroed - zeroed,
-        reclaimed_pages=counters.reclaimed,
         reused_pages=counters.reused - reused,
-        moved_pages=counters.moved,
-        promoted_pages=counters.promoted,
-        evicted_pages=counters.evicted,
-        prefix_queries=counters.queries,
-        prefix_query_tokens=counters.query_tokens,
-        prefix_hits=counters.hits,
-        prefix_hit_tokens=counters.hit_tokens,
-        prefix_resumed=counters.resumed,
         prefix_stored_bytes=host.stored,
         prefix_loaded_bytes=host.loaded,
         prefix_dropped_bytes=host.dropped,
@@ -129,15 +115,11 @@ def stats(group: Group) -> CacheStats:
 
 def _large(group: Group, slot: Slot) -> int:
     """Returns how many of a slot's pages per tensor are mapped by 2 MiB entries in every tensor."""
-    layout, block = group.layout, group.layout.block
-    return block * sum(
-        all(
-            group.mapper.query(slot.addr + layout.offset(0, page, tensor)).entry_bytes
-            > layout.page_size
-            for tensor in range(layout.num_tensors)
-        )
-        for page in (range(0, slot.large_end, block) if block else ())
-    )
+    layout, found = group.layout, 0
+    for page in range(0, slot.large_end, layout.block or 1):
+        places = [slot.addr + layout.offset(0, page, one) for one in range(layout.num_tensors)]
+        found += all(group.mapper.query(at).entry_bytes > layout.page_size for at in places)
+    return found * layout.block
 
 
 def _away(group: Group, location: Location) -> int:

@@ -178,17 +178,16 @@ class Manager:
         if self.closed:
             return
         work = PriorWork(stream, self.context.cuda_device)
-        living = [one for one in self.groups if one.reservation.live_arrays]
+        living = [one.reservation for one in self.groups if one.reservation.live_arrays]
         if living and self.context.is_open:
-            reservation = living[0].reservation
-            count = sum(one.reservation.live_arrays for one in living)
+            count = sum(one.live_arrays for one in living)
             raise Busy(
                 f"the cache has {counted(count, 'live tensor')}: drop every tensor and view, then "
                 "close it (a notebook keeps what a cell displayed)",
                 errno=errno.EBUSY,
                 op=f"{self._name}.close",
-                addr=reservation.addr,
-                bytes=reservation.nbytes,
+                addr=living[0].addr,
+                bytes=living[0].nbytes,
             )
         if self.context.is_open and any(slot.active for one in self.groups for slot in one.table):
             work.record()

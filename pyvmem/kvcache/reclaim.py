@@ -461,7 +461,7 @@ class Reclaimer:
             edits.append([self, "off_device", others])
         if reclaimed:
             gone = (pages + sum(off_device.values())) * tensors
-            edits.append([counters, "reclaimed", counters.reclaimed + gone])
+            edits.append([counters, "reclaimed_pages", counters.reclaimed_pages + gone])
         return edits
 
     def mark_broken(self, pieces: list[Piece]) -> None:
@@ -765,7 +765,8 @@ class Reclaimer:
         """Counts evicted pages and drops the prefix tree's references; call `drop_unheld` next."""
         gone = sum(span.pages for span in spans) * self.layout.num_tensors
         edits = self.shared.use_edits({}, dict.fromkeys(spans, -1))
-        self.journal.change([*edits, [self.counters, "evicted", self.counters.evicted + gone]])
+        evicted = self.counters.evicted_pages + gone
+        self.journal.change([*edits, [self.counters, "evicted_pages", evicted]])
 
     def release_kept(self, *spans: Span) -> None:
         """Starts unmapping kept slots that map pages of `spans`.
