@@ -234,8 +234,7 @@ class KVCache(MustClose):
         self._manager = manager
         try:
             manager.make()
-            self._open = manager.open
-            self._groups = manager.groups
+            self._open, self._groups = manager.open, manager.groups
             self._lock, self._journal = manager.lock, manager.journal
             self.context, self.budget = manager.context, manager.budget
             self.memory, self.slots = CacheMemory(manager), CacheSlots(manager)

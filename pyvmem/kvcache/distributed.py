@@ -42,7 +42,6 @@ import torch.distributed as dist
 from pyvmem.errors import (
     BadHandle,
     InvalidArgument,
-    NotGpuWork,
     NotSupported,
     OutOfMemory,
     Reentered,
@@ -133,9 +132,9 @@ class Failure:
         return (self.rank + 1) * _ERRNOS + self.code
 
     @classmethod
-    def from_status(cls, maximum: int) -> Failure | None:
-        """Decodes the maximum of `status` over the ranks; returns None if no rank failed."""
-        return cls(maximum // _ERRNOS - 1, maximum % _ERRNOS) if maximum else None
+    def from_status(cls, maximum: int) -> Failure:
+        """Decodes the maximum of `status` over the ranks; 0: no rank failed, but they differ."""
+        return cls(maximum // _ERRNOS - 1, maximum % _ERRNOS)
 
     def error(self) -> VMemError:
         """Returns a new exception for this failure."""
@@ -285,8 +284,8 @@ def take_pages(context: Context, config: KVCacheConfig, page: int) -> int:
 def _checked_maxima(ranks: Ranks, failure: Failure | None, values: list[int]) -> list[int]:
     """Returns each number's maximum over the ranks; raises RankFailed if a rank has a failure."""
     status, *found = ranks.maxima([failure.status if failure else 0, *values])
-    if failed := Failure.from_status(status):
-        raise (failure or failed).error()
+    if status:
+        raise (failure or Failure.from_status(status)).error()
     return found
 
 
@@ -321,11 +320,10 @@ def _is_refusal(error: BaseException) -> bool:
 
     A rejection by libvmem counts as a failure.
     """
-    if isinstance(error, NotGpuWork):
+    if isinstance(error, TypeError):  # such as NotGpuWork
         return True
-    if isinstance(error, (InvalidArgument, NotSupported, BadHandle)):
-        return error.op.startswith("KVCache")
-    return isinstance(error, TypeError)
+    refusals = InvalidArgument, NotSupported, BadHandle
+    return isinstance(error, refusals) and error.op.startswith("KVCache")
 
 
 class RankManager(Manager):
@@ -337,6 +335,7 @@ class RankManager(Manager):
             must undo it; otherwise "".
     """
 
+    table = LockstepTable
     failure: Failure | None = None
     out_of_mappings = ""
 
@@ -444,7 +443,7 @@ class ParallelKVCache(KVCache):
             try:
                 context.trim(pages * page)  # frees what the other ranks do not have
                 own = replace(config, page_size=page, memory_limit=pages * page, max_mappings=0)
-                self._begin(RankManager("KVCache", own, None, context, "", 0, None, LockstepTable))
+                self._begin(RankManager("KVCache", own, context=context))
             except Exception as error:
                 failure = Failure.of(ranks.rank, error, "init")
             _checked_maxima(ranks, failure, [])
@@ -584,11 +583,9 @@ class ParallelKVCache(KVCache):
                         reason or "another rank ran out of mappings in the step, which was undone"
                     )
                 status = 0
-            failure = Failure.from_status(status)
-            if failure is None and digest != -negative:
-                failure = Failure(-1)
-            if failure is None:
+            if not status and digest == -negative:
                 return
+            failure = Failure.from_status(status)
             if manager.failure is None or manager.failure.status != failure.status:
                 # A rank that failed itself keeps its own record, which has more detail.
                 manager.failure = failure

@@ -46,9 +46,9 @@ class Manager:
         backend: back end of an owned context.
         device: device of an owned context.
         budget: memory to share with other caches; None: several groups share a new budget.
-        table: class of the table that chooses slots.
 
     Attributes:
+        table: class of the tables that choose slots.
         context: the context of all groups; set by `make` if not set earlier.
         groups: the groups; empty before `make`.
         lock, journal: entered by every call, in this order.
@@ -56,18 +56,18 @@ class Manager:
         closed: True once the cache is closed.
     """
 
+    table: type[SlotTable] = SlotTable
     context: Context
 
     def __init__(
         self,
         name: str,
         whole: KVCacheConfig,
-        configs: Sequence[KVCacheConfig] | None,
-        context: Context | None,
-        backend: str,
-        device: Any,
-        budget: Budget | None,
-        table: type[SlotTable] = SlotTable,
+        configs: Sequence[KVCacheConfig] | None = None,
+        context: Context | None = None,
+        backend: str = "auto",
+        device: Any = 0,
+        budget: Budget | None = None,
     ) -> None:
         expect("config", whole, KVCacheConfig)
         expect("context", context, Context, optional=True)
@@ -78,7 +78,6 @@ class Manager:
         self._whole = whole
         self._configs = [whole] if configs is None else list(configs)
         self._shares = configs is not None  # several groups share a budget
-        self._table = table
         self.owns_context = context is None and budget is None
         if budget is not None:
             self.context = budget.context
@@ -106,7 +105,7 @@ class Manager:
             self.context.remains.unclaimed = True  # reset by the first call
         if self._shares and self.budget is None:
             self._use(Budget(self.context, self._whole.memory_limit))
-        budget, journal, table = self.budget, self.journal, self._table
+        budget, journal, table = self.budget, self.journal, self.table
         with self.lock, journal:
             journal.on_abort(self._give_back)
             layouts = [make_layout(config, self.context) for config in self._configs]
