@@ -144,17 +144,11 @@ class GroupView(Facet):
 
     def _make(self, index: int) -> torch.Tensor:
         layout, config = self.layout, self.config
-        item = config.itemsize
-        strides = [layout.slot_bytes, layout.row_bytes, layout.head_row_bytes]
-        strides += [config.head_dim * item, item]
-        shape = (
-            config.max_batch,
-            1 if config.state else config.max_seq_len,
-            config.group_size,
-            config.num_kv_heads,
-            config.head_dim,
-        )
-        elements = tuple(stride // item for stride in strides)
+        heads, dim, item = config.num_kv_heads, config.head_dim, config.itemsize
+        rows = 1 if config.state else config.max_seq_len
+        shape = (config.max_batch, rows, config.group_size, heads, dim)
+        strides = layout.slot_bytes, layout.row_bytes, layout.head_row_bytes
+        elements = (*(stride // item for stride in strides), dim, 1)
         offset = layout.offset(0, 0, index)
         # Not stored in a local variable, because `Reservation.tensor` may import torch, which holds
         # on to this frame.
