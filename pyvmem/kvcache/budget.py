@@ -31,14 +31,14 @@ import operator
 import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pyvmem.errors import BadHandle, Busy, OutOfMemory
 from pyvmem.kvcache.checks import bounded, invalid
 from pyvmem.kvcache.config import MOST_BYTES
 from pyvmem.kvcache.growth import Pager
 from pyvmem.kvcache.journal import Journal
-from pyvmem.kvcache.reclaim import wait_for_unmaps
+from pyvmem.kvcache.reclaim import Reclaimer, wait_for_unmaps
+from pyvmem.kvcache.slots import Slot
 from pyvmem.ledger.accounts import Ledger, device_of
 from pyvmem.ledger.participant import Participant, weakly
 from pyvmem.memory.context import Context
@@ -46,10 +46,6 @@ from pyvmem.plumbing.closing import Closable
 from pyvmem.plumbing.reentry import RLock, free_in_children, reentrant_lock, when_collected
 from pyvmem.plumbing.units import counted, format_bytes
 from pyvmem.plumbing.validation import expect
-
-if TYPE_CHECKING:
-    from pyvmem.kvcache.reclaim import Reclaimer
-    from pyvmem.kvcache.slots import Slot
 
 __all__ = [
     "Budget",
@@ -386,8 +382,7 @@ class Budget(Closable):
             # This share does not belong to a cache, so its `others` lists all caches.
             everyone = Share(self, self._shares[0].pager, 0)
             everyone.begin_unmaps(nbytes, {})
-            if (missing := nbytes - everyone.returning()) > 0:
-                everyone.evict(missing)
+            everyone.evict(nbytes - everyone.returning())
 
     def numbers(self) -> dict[str, int]:
         """Returns the figures that the ledger shows for the budget, as fields of `EngineInfo`."""
@@ -400,8 +395,8 @@ class Budget(Closable):
                 "in_use": in_use,
                 "cached": max(0, sum(share.used for share in self._shares) - in_use),
                 "waits": sum(one.waits.struct.count for one in counters),
-                "hits": sum(one.hit_tokens for one in counters),
-                "queries": sum(one.query_tokens for one in counters),
+                "hits": sum(one.prefix_hit_tokens for one in counters),
+                "queries": sum(one.prefix_query_tokens for one in counters),
                 "maps": stats.map_calls,
                 "handles": stats.mappings,
             }
@@ -413,13 +408,16 @@ class Share:
     The caller holds the lock.
     """
 
-    def __init__(self, budget: Budget, pager: Pager, floor: int) -> None:
+    def __init__(
+        self, budget: Budget, pager: Pager, floor: int, own: Collection[Reclaimer] = ()
+    ) -> None:
         self.budget = budget
         self.pager = pager
         self.reclaimer = pager.reclaimer
         self.layout = pager.layout
+        self._column = pager.page_bytes  # memory is freed in multiples of it
         self.floor = floor
-        self._own: Collection[Reclaimer] = ()
+        self._own = own
 
     @property
     def used(self) -> int:
@@ -500,17 +498,12 @@ class Share:
 
     def unsettled(self, *, promoting: bool = True) -> int:
         """Returns how many bytes the other caches would free after a wait, down to their floors."""
-        return sum(
-            min(
-                (
-                    one.pager.unsettled({}, promoting=promoting)
-                    - one.pager.splittable({}) * promoting
-                )
-                * one.layout.page_size,
-                one._excess(),
-            )
-            for one in self._rest()
-        )
+        found = 0
+        for one in self._rest():
+            pages = one.pager.unsettled({}, promoting=promoting)
+            pages -= one.pager.splittable({}) * promoting
+            found += min(pages * one.layout.page_size, one._excess())
+        return found
 
     def leaving(self) -> int:
         """Returns the number of bytes that evicted prefixes of the other caches will free."""
@@ -518,9 +511,7 @@ class Share:
 
     def excluding(self, own: Collection[Reclaimer]) -> Share:
         """Returns a copy of the share whose `others` leaves out the reclaimers in `own`."""
-        found = Share(self.budget, self.pager, self.floor)
-        found._own = own
-        return found
+        return Share(self.budget, self.pager, self.floor, own)
 
     def begin_unmaps(self, nbytes: int, keep: Mapping[Slot, int], *, now: bool = True) -> None:
         """Makes the other caches start unmapping enough unowned pages to free `nbytes`.
@@ -576,11 +567,6 @@ class Share:
 
     def _by_excess(self) -> list[Share]:
         return sorted(self._rest(), key=Share._excess, reverse=True)
-
-    @property
-    def _column(self) -> int:
-        """Total size of one page in every tensor; memory is freed in multiples of it."""
-        return self.layout.page_size * self.layout.num_tensors
 
     def _excess(self) -> int:
         """Returns how many bytes above its floor the cache uses, excluding those being unmapped."""

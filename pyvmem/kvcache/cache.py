@@ -76,9 +76,9 @@ class GroupView(Facet):
         super().__init__(manager)
         self._place = place
         self._tensors: list[torch.Tensor] = []
-        parts = manager.groups[place].parts
-        self.config, self.layout = parts.layout.config, parts.layout
-        self.context, self.reservation = parts.context, parts.reservation
+        group = manager.groups[place]
+        self.config, self.layout = group.config, group.layout
+        self.context, self.reservation = group.context, group.reservation
 
     def __repr__(self) -> str:
         return f"<GroupView of {counted(self.config.num_layers, 'layer')}: {self.layout!r}>"
@@ -144,17 +144,11 @@ class GroupView(Facet):
 
     def _make(self, index: int) -> torch.Tensor:
         layout, config = self.layout, self.config
-        item = config.itemsize
-        strides = [layout.slot_bytes, layout.row_bytes, layout.head_row_bytes]
-        strides += [config.head_dim * item, item]
-        shape = (
-            config.max_batch,
-            1 if config.state else config.max_seq_len,
-            config.group_size,
-            config.num_kv_heads,
-            config.head_dim,
-        )
-        elements = tuple(stride // item for stride in strides)
+        heads, dim, item = config.num_kv_heads, config.head_dim, config.itemsize
+        rows = 1 if config.state else config.max_seq_len
+        shape = (config.max_batch, rows, config.group_size, heads, dim)
+        strides = layout.slot_bytes, layout.row_bytes, layout.head_row_bytes
+        elements = (*(stride // item for stride in strides), dim, 1)
         offset = layout.offset(0, 0, index)
         # Not stored in a local variable, because `Reservation.tensor` may import torch, which holds
         # on to this frame.
@@ -234,8 +228,7 @@ class KVCache(MustClose):
         self._manager = manager
         try:
             manager.make()
-            self._open = manager.open
-            self._groups = manager.groups
+            self._open, self._groups = manager.open, manager.groups
             self._lock, self._journal = manager.lock, manager.journal
             self.context, self.budget = manager.context, manager.budget
             self.memory, self.slots = CacheMemory(manager), CacheSlots(manager)
@@ -428,11 +421,7 @@ class KVCache(MustClose):
     # ---- forks -----------------------------------------------------------------------------------
 
     def fork(
-        self,
-        reqid: int,
-        length: int | None = None,
-        stream: Any = None,
-        into: int | None = None,
+        self, reqid: int, length: int | None = None, stream: Any = None, into: int | None = None
     ) -> int | None:
         """Allocates a request that begins with the rows of another, for sampling or beam search.
 
@@ -862,7 +851,7 @@ class KVCache(MustClose):
 
         Raises NotSupported if the layers form several groups; `caches` has a reservation for each.
         """
-        return self._manager.only("reservation").parts.reservation
+        return self._manager.only("reservation").reservation
 
     @property
     def safe_overread(self) -> bool:

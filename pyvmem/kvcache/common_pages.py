@@ -52,12 +52,11 @@ class CommonPages:
             owner.open()
             group.sharing.require(FORK, "map_common_pages")
             if layout.state or group.window is not None:
-                what = "have a state, which every token updates"
+                what = "a state, which every token updates"
                 if group.window is not None:
-                    what = "have a window, which the common pages would leave"
-                raise NotSupported(
-                    f"map_common_pages: the layers {what}", errno=errno.EOPNOTSUPP, op="KVCache"
-                )
+                    what = "a window, which the common pages would leave"
+                text = f"map_common_pages: the layers have {what}"
+                raise NotSupported(text, errno=errno.EOPNOTSUPP, op="KVCache")
             unit = group.prefixes.unit_pages[0]
             self.pages = min(-(-layout.pages_for(tokens) // unit) * unit, layout.slot_pages)
             lengths = [0] * config.max_batch
@@ -70,7 +69,7 @@ class CommonPages:
                         f"map_common_pages({tokens}) needs {self.pages} pages in every tensor",
                         errno=errno.ENOMEM,
                         op="map_common_pages",
-                        bytes=self.pages * layout.num_tensors * layout.page_size,
+                        bytes=self.pages * layout.page_bytes,
                     )
                 group.enter(slot, 0)
                 group.pager.release(slot)

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyvmem.kvcache.checks import bounded, invalid, real, switched
 from pyvmem.models.hf_config import uniform_layers
-from pyvmem.models.shapes import (
-    DTYPE_BYTES,
-)
+from pyvmem.models.shapes import DTYPE_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +66,7 @@ _REALS = {"low_watermark": 1, "growth_fraction": 1, "join_at": 1, "idle_seconds"
 
 _SWITCHES = (
     *("zero_fill", "deferred_reclaim", "keep_mapped", "overread_decode", "sparse"),
-    *("packed_slots", "idle_prefixes", "state"),
+    *("packed_slots", "idle_prefixes", "idle_compact", "state"),
 )
 
 
@@ -238,9 +236,8 @@ class KVCacheConfig:
                 limit=self.num_layers,
             )
         for name in _SWITCHES:
-            object.__setattr__(self, name, switched(name, getattr(self, name)))
-        if self.idle_compact is not None:
-            object.__setattr__(self, "idle_compact", switched("idle_compact", self.idle_compact))
+            if name != "idle_compact" or self.idle_compact is not None:
+                object.__setattr__(self, name, switched(name, getattr(self, name)))
         if self.page_size & (self.page_size - 1):
             raise invalid(f"page_size {self.page_size} is not a power of two", size=self.page_size)
         if self.state and (self.window or self.tensors_per_layer != 1):
@@ -301,9 +298,7 @@ class KVCacheConfig:
         return cls(**uniform_layers(config, overrides), **overrides)
 
 
-_OF_THE_LAYERS = (
-    *("num_layers", "num_kv_heads", "head_dim", "tensors_per_layer", "window", "state"),
-)
+_OF_THE_LAYERS = ("num_layers", "num_kv_heads", "head_dim", "tensors_per_layer", "window", "state")
 
 
 def policy_of(options: Mapping[str, Any], given: Collection[str] = ()) -> KVCacheConfig:
@@ -317,11 +312,10 @@ def policy_of(options: Mapping[str, Any], given: Collection[str] = ()) -> KVCach
         InvalidArgument: an unknown field, a field that the layers or the caller set, or a value out
             of range.
     """
-    for name in _OF_THE_LAYERS:
-        if name in options:
-            raise invalid(f"{name} is set by the layers")
     known = {one.name for one in fields(KVCacheConfig)} - {*_OF_THE_LAYERS, *given}
     for name in options:
+        if name in _OF_THE_LAYERS:
+            raise invalid(f"{name} is set by the layers")
         if name not in known:
             raise invalid(f"{name!r} is not an option; options: {', '.join(sorted(known))}")
     bounded("group_size", options.get("group_size", 1), *_BOUNDS["group_size"])

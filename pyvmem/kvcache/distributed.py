@@ -33,7 +33,7 @@ import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial, update_wrapper
+from functools import partial, wraps
 from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, TypeVar, cast
 
 import torch
@@ -42,7 +42,6 @@ import torch.distributed as dist
 from pyvmem.errors import (
     BadHandle,
     InvalidArgument,
-    NotGpuWork,
     NotSupported,
     OutOfMemory,
     Reentered,
@@ -133,9 +132,9 @@ class Failure:
         return (self.rank + 1) * _ERRNOS + self.code
 
     @classmethod
-    def from_status(cls, maximum: int) -> Failure | None:
-        """Decodes the maximum of `status` over the ranks; returns None if no rank failed."""
-        return cls(maximum // _ERRNOS - 1, maximum % _ERRNOS) if maximum else None
+    def from_status(cls, maximum: int) -> Failure:
+        """Decodes the maximum of `status` over the ranks; 0: no rank failed, but they differ."""
+        return cls(maximum // _ERRNOS - 1, maximum % _ERRNOS)
 
     def error(self) -> VMemError:
         """Returns a new exception for this failure."""
@@ -172,9 +171,8 @@ class Ranks:
         self.size = dist.get_world_size(group)
         if self.rank < 0:
             raise invalid("this process is not in the given group")
-        on_gpu = dist.get_backend(group) == "nccl"
         self._device = torch.device("cpu")
-        if on_gpu:
+        if dist.get_backend(group) == "nccl":
             ordinal = torch.cuda.current_device() if device is None else device
             self._device = torch.device("cuda", ordinal)
 
@@ -269,21 +267,26 @@ def take_pages(context: Context, config: KVCacheConfig, page: int) -> int:
     everything = layout.slot_pages * layout.num_tensors * config.max_batch * page
     wanted = config.memory_limit or min(everything, available_bytes(context))
     wanted -= wanted % page
-    least = page * layout.num_tensors
-    for part in range(1, _WARM_STEPS + 1):
-        try:
+    with suppress(OutOfMemory):
+        for part in range(1, _WARM_STEPS + 1):
             context.warm(wanted * part // _WARM_STEPS)
-        except OutOfMemory:
-            break
     taken = min(wanted, context.stats().free_bytes)
-    if taken < least:
+    if taken < layout.page_bytes:
         raise invalid(
             f"{taken} bytes are less than one page of {page} bytes in each of "
-            f"{layout.num_tensors} tensors ({least} bytes)",
+            f"{layout.num_tensors} tensors ({layout.page_bytes} bytes)",
             size=taken,
-            limit=least,
+            limit=layout.page_bytes,
         )
     return taken // page
+
+
+def _checked_maxima(ranks: Ranks, failure: Failure | None, values: list[int]) -> list[int]:
+    """Returns each number's maximum over the ranks; raises RankFailed if a rank has a failure."""
+    status, *found = ranks.maxima([failure.status if failure else 0, *values])
+    if status:
+        raise (failure or Failure.from_status(status)).error()
+    return found
 
 
 def agree_on_pages(
@@ -296,10 +299,7 @@ def agree_on_pages(
         InvalidArgument: configurations or page sizes differ.
     """
     shape = zlib.crc32(repr(asdict(replace(config, memory_limit=0))).encode())
-    own = failure.status if failure else 0
-    status, *found = ranks.maxima([own, shape, -shape, page, -page, -pages])
-    if failed := Failure.from_status(status):
-        raise (failure or failed).error()
+    found = _checked_maxima(ranks, failure, [shape, -shape, page, -page, -pages])
     if found[0] != -found[1]:
         raise invalid("the ranks' configurations differ in more than memory_limit")
     if found[2] != -found[3]:
@@ -320,11 +320,10 @@ def _is_refusal(error: BaseException) -> bool:
 
     A rejection by libvmem counts as a failure.
     """
-    if isinstance(error, NotGpuWork):
+    if isinstance(error, TypeError):  # such as NotGpuWork
         return True
-    if isinstance(error, (InvalidArgument, NotSupported, BadHandle)):
-        return error.op.startswith("KVCache")
-    return isinstance(error, TypeError)
+    refusals = InvalidArgument, NotSupported, BadHandle
+    return isinstance(error, refusals) and error.op.startswith("KVCache")
 
 
 class RankManager(Manager):
@@ -336,6 +335,7 @@ class RankManager(Manager):
             must undo it; otherwise "".
     """
 
+    table = LockstepTable
     failure: Failure | None = None
     out_of_mappings = ""
 
@@ -347,10 +347,6 @@ class RankManager(Manager):
         if self.out_of_mappings:
             raise _too_many(f"{self.out_of_mappings}; call check_step, as the other ranks do")
         return groups
-
-
-class _Broken(Exception):
-    """Recorded as a rank's error before an operation that must not be interrupted."""
 
 
 _OUT_OF_MAPPINGS = 1  # a status below every status of a `Failure`
@@ -366,11 +362,11 @@ def _compared(
     For `settles`, see `ParallelKVCache._compare`.
     """
 
+    @wraps(method)
     def compare(self: ParallelKVCache, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         call = partial(method, self, *args, **kwargs)
         return self._compare(method.__name__, call, settles=settles)
 
-    update_wrapper(compare, method)
     return compare
 
 
@@ -408,11 +404,7 @@ class ParallelKVCache(KVCache):
     _manager: RankManager
 
     def __init__(
-        self,
-        config: KVCacheConfig,
-        group: Any = None,
-        backend: str = "auto",
-        device: Any = None,
+        self, config: KVCacheConfig, group: Any = None, backend: str = "auto", device: Any = None
     ) -> None:
         self._closed = True  # set to False once the groups exist
         self._digest = 0
@@ -434,38 +426,31 @@ class ParallelKVCache(KVCache):
         page = pages = 0
         failure = None
         try:
-            self._own = open_context(
+            self._own = context = open_context(
                 [config],
                 backend,
                 device=device,
                 pool_high=KEEP_ALL,
                 max_mappings=config.max_mappings,
             )
-            self._own.remains.unclaimed = True  # reset by the cache's first call
-            page = config.page_size or self._own.info.granule
-            pages = take_pages(self._own, config, page)
+            context.remains.unclaimed = True  # reset by the cache's first call
+            page = config.page_size or context.info.granule
+            pages = take_pages(context, config, page)
         except Exception as error:
             failure = Failure.of(ranks.rank, error, "init")
         try:
             pages = agree_on_pages(ranks, config, page, pages, failure)
             try:
-                self._make(replace(config, page_size=page, memory_limit=pages * page))
+                context.trim(pages * page)  # frees what the other ranks do not have
+                own = replace(config, page_size=page, memory_limit=pages * page, max_mappings=0)
+                self._begin(RankManager("KVCache", own, context=context))
             except Exception as error:
                 failure = Failure.of(ranks.rank, error, "init")
-            (status,) = ranks.maxima([failure.status if failure else 0])
-            if failed := Failure.from_status(status):
-                raise (failure or failed).error()
+            _checked_maxima(ranks, failure, [])
         except BaseException:
             with suppress(VMemError):
                 self.close()
             raise
-
-    def _make(self, config: KVCacheConfig) -> None:
-        """Creates the cache with as much memory as every rank has, and frees the rest."""
-        assert self._own is not None
-        self._own.trim(config.memory_limit)
-        config = replace(config, max_mappings=0)
-        self._begin(RankManager("KVCache", config, None, self._own, "", 0, None, LockstepTable))
 
     def __repr__(self) -> str:
         if not hasattr(self, "config"):  # construction failed
@@ -476,12 +461,7 @@ class ParallelKVCache(KVCache):
     # ---- comparing results, propagating failures -------------------------------------------------
 
     def _compare(
-        self,
-        name: str,
-        call: Callable[[], _T],
-        ids: TokenIds | None = None,
-        *,
-        settles: bool = True,
+        self, name: str, call: Callable[[], _T], ids: TokenIds | None = None, settles: bool = True
     ) -> _T:
         """Makes a call and adds its result or failure, and its tokens `ids`, to the digest.
 
@@ -562,9 +542,8 @@ class ParallelKVCache(KVCache):
         ranks, so use int64 or float64.
         """
         with self._lock, self._journal:
-            failure = self._manager.failure
-            lacking = _OUT_OF_MAPPINGS * bool(self._manager.out_of_mappings)
-            own = failure.status if failure else lacking
+            failure, lacking = self._manager.failure, bool(self._manager.out_of_mappings)
+            own = failure.status if failure else _OUT_OF_MAPPINGS * lacking
             return [own, self._digest, -self._digest]
 
     def agree(self, maxima: Sequence[int]) -> None:
@@ -585,10 +564,8 @@ class ParallelKVCache(KVCache):
         """Poisons the rank if an exception ends the block, since other ranks may not see it."""
         try:
             yield
-        except (VMemError, Reentered):
-            raise
         except BaseException as error:
-            if self._manager.failure is None:
+            if self._manager.failure is None and not isinstance(error, (VMemError, Reentered)):
                 self._poison(error, where)
             raise
 
@@ -599,18 +576,16 @@ class ParallelKVCache(KVCache):
             if status == _OUT_OF_MAPPINGS:
                 if digest == -negative:
                     # The rank stays poisoned until the step is undone.
-                    self._poison(_Broken("interrupted"), "undoing a step")
+                    self._poison(InterruptedError("an exception came"), "undoing a step")
                     self._take_back()
                     manager.failure = None
                     raise _too_many(
                         reason or "another rank ran out of mappings in the step, which was undone"
                     )
                 status = 0
-            failure = Failure.from_status(status)
-            if failure is None and digest != -negative:
-                failure = Failure(-1)
-            if failure is None:
+            if not status and digest == -negative:
                 return
+            failure = Failure.from_status(status)
             if manager.failure is None or manager.failure.status != failure.status:
                 # A rank that failed itself keeps its own record, which has more detail.
                 manager.failure = failure
@@ -646,13 +621,10 @@ class ParallelKVCache(KVCache):
         try:
             yield
         except BaseException as error:
-            known = self._known
-            alike = isinstance(error, PrefixEvicted) or (
-                isinstance(error, InvalidArgument) and _is_refusal(error)
-            )
-            if alike and not known:
-                raise
-            if not known:
+            if not self._known:
+                bad_argument = isinstance(error, InvalidArgument) and _is_refusal(error)
+                if bad_argument or isinstance(error, PrefixEvicted):
+                    raise
                 self._poison(error, "a block of together()")
             if not isinstance(error, Exception):
                 with suppress(Exception):
@@ -717,13 +689,9 @@ class ParallelKVCache(KVCache):
         Raises:
             RankFailed, RanksDiffer: as for `agree`, on every rank.
         """
-        answer = -1
-        try:
-            with self.together():
-                answer = self.step(seq_lens, stream)
-        except TooManyMappings:
-            return -1
-        return answer
+        with suppress(TooManyMappings), self.together():
+            return self.step(seq_lens, stream)
+        return -1
 
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """Like `KVCache.step_async`. A second call before `step` first completes the earlier one.
@@ -737,17 +705,13 @@ class ParallelKVCache(KVCache):
         """
 
         def begin() -> int:
-            try:
-                return call_part(partial(KVCache.step_async, self, seq_lens, stream))
-            except TooManyMappings:
-                return 0
-
-        def call() -> int:
-            answer = self._compare("step_async", begin)
+            answer = 0
+            with suppress(TooManyMappings):
+                answer = call_part(partial(KVCache.step_async, self, seq_lens, stream))
             self._ahead = answer == 0
             return answer
 
-        return self._section("step_async", call)
+        return self._compare("step_async", begin)
 
     def _take_back(self) -> None:
         """Undoes the last step: requests get back their earlier rows and pages.
@@ -835,12 +799,8 @@ class ParallelKVCache(KVCache):
         effect.
         """
         check(stream)
-
-        def call() -> int:
-            unmap_idle(self._groups, prefixes)
-            return 0
-
-        return self._compare("trim", call)
+        self._compare("trim", partial(unmap_idle, self._groups, prefixes))
+        return 0
 
     def move(self, *args: Any, **kwargs: Any) -> Moved:
         """Raises NotSupported.
@@ -848,8 +808,7 @@ class ParallelKVCache(KVCache):
         Host or peer memory may be full on only one rank, so results would differ.
         """
         raise _not_supported(
-            "move: the ranks have agreed only on how much device memory to use",
-            op="KVCache.move",
+            "move: the ranks have agreed only on how much device memory to use", op="KVCache.move"
         )
 
     @property
@@ -878,15 +837,14 @@ class ParallelKVCache(KVCache):
         manager = self._manager
         group = manager.groups[0]
         with self._lock, self._journal:
-            have = [0] * (len(group.table) + 1)
-            status = 0
-            self._poison(_Broken("interrupted"), "recover")  # lasts until every rank is reset
+            # The rank stays poisoned until every rank is reset.
+            self._poison(InterruptedError("an exception came"), "recover")
             manager.out_of_mappings = ""
             try:
-                have = self._reset(stream)
+                status, have = 0, self._reset(stream)
             except Exception as error:
                 self._poison(error, "recover")
-                status = self.status()[0]
+                status, have = self.status()[0], [0] * (len(group.table) + 1)
             status, *least = self._ranks.maxima([status, *(-value for value in have)])
             self._agree(status, 0, 0)
             group.reclaimer.limit = -least[0]

@@ -7,20 +7,14 @@ import operator
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from pyvmem._native import Kind, Outcome
-from pyvmem.errors import (
-    NotRecoverable,
-    NotSupported,
-    OutOfMemory,
-    TooManyBatches,
-    VMemError,
-)
+from pyvmem.errors import NotRecoverable, NotSupported, OutOfMemory, TooManyBatches, VMemError
 from pyvmem.features import require_page_size
 from pyvmem.features.table import SPARSE
-from pyvmem.kvcache.budget import available_bytes
+from pyvmem.kvcache.budget import Budget, available_bytes
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import prune, record
@@ -33,7 +27,7 @@ from pyvmem.kvcache.pages import Span
 from pyvmem.kvcache.prefix_cache import PrefixCache
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.sharing import Sharing
-from pyvmem.kvcache.slots import Growth, Slot, SlotTable
+from pyvmem.kvcache.slots import Growth, Piece, Slot, SlotTable
 from pyvmem.kvcache.stats import Counters
 from pyvmem.kvcache.window import Window
 from pyvmem.memory.context import Context
@@ -41,16 +35,12 @@ from pyvmem.memory.info import Caps
 from pyvmem.memory.ops import OpBatch
 from pyvmem.memory.reservation import Reservation
 
-if TYPE_CHECKING:
-    from pyvmem.kvcache.budget import Budget
-
 __all__ = [
     "Group",
     "Loan",
-    "Parts",
     "free_on_abort",
     "lend",
-    "make_parts",
+    "make_layout",
     "open_context",
     "pool_low",
     "prepare",
@@ -61,47 +51,12 @@ _MAX_READY = 256 << 20
 _NEWCOMERS = 8  # one in this many slots keeps no prefix, so that new prompts find an empty slot
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The objects that a group is built from; created by `make_parts`.
-
-    Attributes:
-        context: allocates the pages.
-        layout: offsets of slots, tensors and rows.
-        reservation: addresses of all tensors.
-        limit_pages: maximum number of physical pages that the cache may have.
-        cuda_device: CUDA ordinal; None if the pages are CPU memory.
-    """
-
-    context: Context
-    layout: Layout
-    reservation: Reservation
-    limit_pages: int
-    cuda_device: int | None
-
-
-def make_parts(
-    config: KVCacheConfig, context: Context, journal: Journal, budget: Budget | None = None
-) -> Parts:
-    """Reserves a group's addresses; the journal frees them if the call fails."""
+def make_layout(config: KVCacheConfig, context: Context) -> Layout:
+    """Returns the layout of a group with this configuration, after checking the page size."""
     info = context.info
     page_size = config.page_size or info.granule
     require_page_size(info, page_size)
-    layout = Layout(config, page_size, Caps.LARGE_ENTRIES in info.caps)
-    cuda_device = context.cuda_device
-    limit = _limit_pages(config, layout, context, budget)
-    if config.sparse:
-        SPARSE.require(info, f"sparse, with pages of {info.granule} bytes")
-    # The default alignment is 2 MiB; larger pages need more.
-    reservation = Reservation(context, Outcome())
-    journal.unrecorded[reservation] = None
-    context.reserve(
-        layout.total_bytes,
-        into=reservation,
-        sparse=config.sparse,
-        align=max(page_size, BLOCK_BYTES),
-    )
-    return Parts(context, layout, reservation, limit, cuda_device)
+    return Layout(config, page_size, Caps.LARGE_ENTRIES in info.caps)
 
 
 def open_context(configs: Sequence[KVCacheConfig], backend: str, **options: Any) -> Context:
@@ -133,20 +88,19 @@ def pool_low(config: KVCacheConfig) -> int:
     return min(growth, _MAX_READY, config.memory_limit // 16 or _MAX_READY)
 
 
-def _limit_pages(
-    config: KVCacheConfig, layout: Layout, context: Context, budget: Budget | None
-) -> int:
+def _limit_pages(layout: Layout, context: Context, budget: Budget | None) -> int:
+    """Returns the maximum number of physical pages that a group may have."""
+    config = layout.config
     everything = layout.slot_pages * layout.num_tensors * config.max_batch
     if not config.memory_limit:
         available = available_bytes(context) if budget is None else budget.total_bytes
         return min(everything, available // layout.page_size)
-    least = layout.page_size * layout.num_tensors
-    if config.memory_limit < least:
+    if config.memory_limit < layout.page_bytes:
         raise invalid(
             f"memory_limit {config.memory_limit} is less than one page of {layout.page_size} "
-            f"bytes in each of {layout.num_tensors} tensors ({least} bytes)",
+            f"bytes in each of {layout.num_tensors} tensors ({layout.page_bytes} bytes)",
             size=config.memory_limit,
-            limit=least,
+            limit=layout.page_bytes,
         )
     return config.memory_limit // layout.page_size
 
@@ -157,6 +111,10 @@ class Group:
     Not thread-safe: the caller holds the cache's lock.
 
     Attributes:
+        layout: offsets of slots, tensors and rows.
+        context: allocates the pages.
+        reservation: addresses of all tensors.
+        device: CUDA ordinal; None if the pages are CPU memory.
         used_tokens: number of rows held, summed over slots.
         token_bytes, page_bytes: size in bytes of one token's rows and of one page, over all
             tensors.
@@ -176,37 +134,38 @@ class Group:
 
     def __init__(
         self,
-        config: KVCacheConfig,
-        parts: Parts,
+        layout: Layout,
+        context: Context,
         journal: Journal,
+        budget: Budget | None,
         table: type[SlotTable],
         prefixes: PrefixCache,
         place: int,
         ops: OpBatch,
     ) -> None:
-        self.config = config
-        self.parts = parts
-        self.context = parts.context
+        self.config = config = layout.config
+        self.layout = layout
+        self.context = context
         self.journal = journal
-        self.mapper = Mapper(parts.context, journal)
-        self.layout = layout = parts.layout
-        self.device = parts.cuda_device
-        self.counters = Counters(parts.context)
-        base, stride = parts.reservation.addr, layout.slot_bytes
+        limit = _limit_pages(layout, context, budget)
+        if config.sparse:
+            SPARSE.require(context.info, f"sparse, with pages of {context.info.granule} bytes")
+        self.reservation = reservation = Reservation(context, Outcome())
+        journal.unrecorded[reservation] = None
+        # The default alignment is 2 MiB; larger pages need more.
+        align = max(layout.page_size, BLOCK_BYTES)
+        context.reserve(layout.total_bytes, into=reservation, sparse=config.sparse, align=align)
+        self.mapper = Mapper(context, journal)
+        self.device = context.cuda_device
+        self.counters = Counters(context)
+        base, stride = reservation.addr, layout.slot_bytes
         self.table = table(config.max_batch, journal, base, stride, layout.block)
         self.reclaimer = Reclaimer(
-            self.mapper,
-            layout,
-            self.table,
-            parts.limit_pages,
-            config.low_watermark,
-            self.counters,
-            prefixes,
-            place,
+            self.mapper, layout, self.table, limit, self.counters, prefixes, place
         )
         self.scratch = Scratch(self.mapper, layout.page_size)
-        self.mover = Mover(self.reclaimer, self.scratch, parts.cuda_device)
-        self.pager = Pager(self.reclaimer, self.mover, config, parts.cuda_device, ops)
+        self.mover = Mover(self.reclaimer, self.scratch, self.device)
+        self.pager = Pager(self.reclaimer, self.mover, config, self.device, ops)
         self.sharing = Sharing(self.pager, config)
         self.promoter = self.window = None
         if layout.block and not (layout.state or config.window):
@@ -227,18 +186,18 @@ class Group:
         self.reclaim_due = config.reclaim_steps > 0
         self.unprepared = False
         self.token_bytes = layout.row_bytes * layout.num_tensors
-        self.page_bytes = layout.page_size * layout.num_tensors
+        self.page_bytes = layout.page_bytes
         self._eager_pages = min(config.eager_pages, layout.slot_pages)
         self._newcomers = max(1, config.max_batch // _NEWCOMERS)
         self._prepared: Slot | None = None
-        made = [journal.unrecorded, parts.reservation, ...]
+        made = [journal.unrecorded, reservation, ...]
         journal.change([made, [journal, "recoverables", [*journal.recoverables, self]]])
 
     # ---- recovery after an asynchronous exception ------------------------------------------------
 
     def owns(self, made: object) -> bool:
         """Returns whether a reservation belongs to the group."""
-        return made is self.parts.reservation or self.scratch.owns(made) or self.mover.owns(made)
+        return made is self.reservation or self.scratch.owns(made) or self.mover.owns(made)
 
     def failed(self, error: VMemError) -> None:
         """See `Recoverable.failed`."""
@@ -381,11 +340,6 @@ class Group:
         """
         return self.pager.columns.held_rows
 
-    @property
-    def has_batches(self) -> bool:
-        """True if a batch on the group's addresses may be in flight."""
-        return bool(self.pager.growths or self.reclaimer.unmaps or self.mover.moves)
-
     def readable_rows(self, reqids: Sequence[int]) -> list[int]:
         """See `CacheSlots.readable_rows`."""
         size, row, most = self.layout.page_size, self.layout.row_bytes, self.layout.max_rows
@@ -414,47 +368,37 @@ class Group:
             The number of physical device pages that requests own, and the size in bytes of the rows
             in these pages. Shared rows count once; rows that left a window do not count.
         """
-        reclaimer, shared = self.reclaimer, self.reclaimer.shared
+        reclaimer, shared, layout = self.reclaimer, self.reclaimer.shared, self.layout
         off_device, elsewhere = 0, 0
         if any(reclaimer.off_device.values()):
-            if reclaimer.own_off_device is None:  # count again only if the result may have changed
+            if reclaimer.own_off_device is None:  # list again only if it may have changed
                 reclaimer.own_off_device = self.own_off_device()
-            off_device, slots = reclaimer.own_off_device
-            elsewhere = sum(map(self._bytes_away, slots)) * self.layout.num_tensors
+            for slot, low, high in reclaimer.own_off_device:
+                off_device += high - low
+                start, end = low * layout.page_size, layout.bytes_for(self.rows[slot.index])
+                elsewhere += max(0, min(high * layout.page_size, end) - start)
         # Shared pages count once; pages that are off the device or before a window do not count.
         less = reclaimer.slid + shared.uses + shared.off_device_uses - shared.used
         pages = self.pager.granted_pages - less - off_device
         # Rows of all requests: one per token or, with a state, one per request.
-        rows = sum(map(bool, self.rows)) if self.layout.state else self.used_tokens
-        used = max(0, rows * self.token_bytes - elsewhere - less * self.page_bytes)
+        rows = sum(map(bool, self.rows)) if layout.state else self.used_tokens
+        used = rows * self.token_bytes - elsewhere * layout.num_tensors - less * self.page_bytes
+        used = max(0, used)
         if shared.used or shared.off_device_uses:
             used = min(used, pages * self.page_bytes)
         counters, wasted = self.counters, pages * self.page_bytes - used
-        if used > counters.peak_used:
-            counters.peak_used = used
-        if wasted > counters.peak_wasted:
-            counters.peak_wasted = wasted
-        return pages * self.layout.num_tensors, used
+        counters.peak_used = max(counters.peak_used, used)
+        counters.peak_wasted = max(counters.peak_wasted, wasted)
+        return pages * layout.num_tensors, used
 
-    def own_off_device(self) -> tuple[int, list[Slot]]:
-        """Returns how many off-device pages per tensor requests own, and in which slots."""
-        owned = [slot for slot in self.table if slot.active and slot.tier_map.noted]
-        found = [(slot, self._own_away(slot)) for slot in owned]
-        slots = [slot for slot, ranges in found if ranges]
-        return sum(high - low for _, ranges in found for low, high in ranges), slots
-
-    def _own_away(self, slot: Slot) -> list[tuple[int, int]]:
-        """Returns the owner's unshared off-device page ranges [low, high)."""
-        tier_map = slot.tier_map.within(slot.shared, slot.granted)
-        return [(low, high) for low, high, _ in tier_map.noted]
-
-    def _bytes_away(self, slot: Slot) -> int:
-        """Returns how many bytes per tensor the slot's rows take in the `_own_away` pages.
-
-        The last page may be only partly filled.
-        """
-        size, end = self.layout.page_size, self.layout.bytes_for(self.rows[slot.index])
-        return sum(max(0, min(high * size, end) - low * size) for low, high in self._own_away(slot))
+    def own_off_device(self) -> list[Piece]:
+        """Returns the unshared off-device pages that requests own."""
+        return [
+            (slot, low, high)
+            for slot in self.table
+            if slot.active and slot.tier_map.noted
+            for low, high, _ in slot.tier_map.within(slot.shared, slot.granted).noted
+        ]
 
     # ---- mapping shared pages in more slots ------------------------------------------------------
 
@@ -490,7 +434,7 @@ class Group:
                 if slot.tier_map.noted or block.off_device:
                     edits.append([slot, "tier_map", slot.tier_map.put(*span.stretches(head))])
                     break
-            edits.append([pager.capacity, slot.index, self.layout.capacity(end) if end else 0])
+            edits.append([pager.capacity, slot.index, self.layout.capacity(end)])
         table.changes += len(loans)
         return [
             *edits,
@@ -539,24 +483,19 @@ class Group:
         """Starts unmapping pages of free slots that the policy (`KVCacheConfig`) does not keep."""
         reclaimer, config = self.reclaimer, self.config
         self.reclaim_due = True  # in case an exception interrupts this call
-        stale = not reclaimer.release_stale()
+        due = not reclaimer.release_stale()
         if config.reclaim_steps or not config.deferred_reclaim:
             age = config.reclaim_steps if config.deferred_reclaim else 0
-            complete = self.reclaimer.release_before(
-                self.clock - age, self._prepared, self._eager_pages
-            )
-            self.reclaim_due = bool(age) or not complete or stale
-        else:
-            self.reclaim_due = stale
-        if (
-            reclaimer.share is not None
-            or reclaimer.limit - reclaimer.device_pages < reclaimer.watermark * reclaimer.limit
-        ):
+            before, pages = self.clock - age, self._eager_pages
+            complete = reclaimer.release_before(before, self._prepared, pages)
+            due = due or age > 0 or not complete
+        self.reclaim_due = due
+        left = reclaimer.limit - reclaimer.device_pages
+        if reclaimer.share is not None or left < reclaimer.watermark * reclaimer.limit:
             self.keep_watermark()
 
     def close(self, stream: Any) -> None:
         """Waits for all batches, then frees the pages and the reservation; may be called again."""
-        reservation = self.parts.reservation
         event = record(stream, self.device) if any(slot.active for slot in self.table) else None
         self.mover.close()
         for slot in self.table:
@@ -566,19 +505,17 @@ class Group:
                 self.release(slot, event)
         # Submit one batch per slot; the worker runs each of them after that slot's GPU work.
         for slot in self.table:
-            if slot.rows_lost:
-                continue
-            if slot.mapped and not self.reclaimer.try_unmap(slot, 0):
+            if slot.mapped and not slot.rows_lost and not self.reclaimer.try_unmap(slot, 0):
                 self.reclaimer.finish_all()
                 self.reclaimer.try_unmap(slot, 0)
         self.reclaimer.finish_all()
         self.reclaimer.shared.close()
         self.scratch.close()
         try:
-            reservation.abandon()
+            self.reservation.abandon()
         except NotRecoverable:
             # Quarantined pages hold their addresses until the context is closed.
-            reservation.leave()
+            self.reservation.leave()
         if self in self.journal.recoverables:
             self.journal.recoverables.remove(self)
 
@@ -672,12 +609,9 @@ def lend(loans: Sequence[Loan]) -> None:
     for group, slot, more, page in missing:
         group.sharing.map_span(ops, slot, more, page)
     edits: list[list[Any]] = []
-    by_group: dict[Group, list[Loan]] = {}
-    for loan in loans:
-        by_group.setdefault(loan.group, []).append(loan)
     free_on_abort([(group, slot, slot.owner) for group, slot, *_ in loans])
-    for group, own in by_group.items():
-        edits += group.lend_edits(own)
+    for group in dict.fromkeys(map(attrgetter("group"), loans)):
+        edits += group.lend_edits([loan for loan in loans if loan.group is group])
     try:
         if missing:
             first.mapper.commit(edits, ops)

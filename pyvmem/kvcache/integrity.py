@@ -9,20 +9,12 @@ from collections.abc import Sequence
 
 from pyvmem.errors import VMemError
 from pyvmem.kvcache.group import Group
-from pyvmem.kvcache.pages import DEVICE, Tier
+from pyvmem.kvcache.pages import ALL_ON_DEVICE, DEVICE, Tier
 from pyvmem.kvcache.slots import Growth, Slide, Slot, Unmap
 from pyvmem.kvcache.stats import CacheStats, SlotInfo
 from pyvmem.memory.info import Location, RangeFlags
 
-__all__ = [
-    "IntegrityError",
-    "check",
-    "check_away",
-    "check_places",
-    "snapshot",
-    "stats",
-    "verify",
-]
+__all__ = ["IntegrityError", "check", "check_away", "check_places", "snapshot", "stats", "verify"]
 
 
 class IntegrityError(VMemError):
@@ -47,8 +39,7 @@ def _state(slot: Slot) -> str:
 
 def snapshot(group: Group) -> list[SlotInfo]:
     """Returns every slot's state, after recording the results of finished batches."""
-    jobs = [slot.job for slot in group.table]
-    in_flight = [job is not None and not job.done() for job in jobs]
+    in_flight = [slot.job is not None and not slot.job.done() for slot in group.table]
     group.reclaimer.poll()
     return [
         SlotInfo(
@@ -73,18 +64,17 @@ def stats(group: Group) -> CacheStats:
     counters.peak_mapped = max(counters.peak_mapped, reclaimer.device_pages)
     active_pages, used = group.note_use()  # an interrupted call may have skipped this
     states = [_state(slot) for slot in group.table]
-    calls, ns = counters.driver()
+    ahead = sum(one.mapped - one.granted for one in group.table if one.active and not one.stale)
     waits = counters.waits.struct
     grown, reused, zeroed = group.pager.under_way()
     now, host = group.context.stats(), group.prefixes.host
+    calls, ns = counters.driver(now)
     return CacheStats(
+        **counters.shown(),
         total_pages=reclaimer.free + reclaimer.device_pages,
         free_pages=reclaimer.free,
         cached_pages=reclaimer.device_pages - active_pages,
-        ahead_pages=sum(
-            slot.mapped - slot.granted for slot in group.table if slot.active and not slot.stale
-        )
-        * layout.num_tensors,
+        ahead_pages=ahead * layout.num_tensors,
         active_pages=active_pages,
         shared_pages=reclaimer.shared.pages * layout.num_tensors,
         moving_pages=group.mover.pages()[DEVICE] * layout.num_tensors,
@@ -103,24 +93,12 @@ def stats(group: Group) -> CacheStats:
         cached_slots=states.count("cached"),
         empty_slots=states.count("empty"),
         broken_slots=states.count("broken"),
-        segments=group.context.query(group.parts.reservation.addr).segments,
+        segments=group.context.query(group.reservation.addr).segments,
         mappings=now.mappings,
         large_entries=now.large_entries,
-        steps=counters.steps,
-        steps_async=counters.steps_async,
-        short=counters.short,
         grown_pages=counters.grown - grown,
         zeroed_pages=counters.zeroed - zeroed,
-        reclaimed_pages=counters.reclaimed,
         reused_pages=counters.reused - reused,
-        moved_pages=counters.moved,
-        promoted_pages=counters.promoted,
-        evicted_pages=counters.evicted,
-        prefix_queries=counters.queries,
-        prefix_query_tokens=counters.query_tokens,
-        prefix_hits=counters.hits,
-        prefix_hit_tokens=counters.hit_tokens,
-        prefix_resumed=counters.resumed,
         prefix_stored_bytes=host.stored,
         prefix_loaded_bytes=host.loaded,
         prefix_dropped_bytes=host.dropped,
@@ -137,15 +115,11 @@ def stats(group: Group) -> CacheStats:
 
 def _large(group: Group, slot: Slot) -> int:
     """Returns how many of a slot's pages per tensor are mapped by 2 MiB entries in every tensor."""
-    layout, block = group.layout, group.layout.block
-    return block * sum(
-        all(
-            group.context.query(slot.addr + layout.offset(0, page, tensor)).entry_bytes
-            > layout.page_size
-            for tensor in range(layout.num_tensors)
-        )
-        for page in (range(0, slot.large_end, block) if block else ())
-    )
+    layout, found = group.layout, 0
+    for page in range(0, slot.large_end, layout.block or 1):
+        places = [slot.addr + layout.offset(0, page, one) for one in range(layout.num_tensors)]
+        found += all(group.context.query(at).entry_bytes > layout.page_size for at in places)
+    return found * layout.block
 
 
 def _away(group: Group, location: Location) -> int:
@@ -160,7 +134,8 @@ def verify(groups: Sequence[Group]) -> None:
     found = [text for group in groups for text in check(group)]
     if found := found + _check_together(groups):
         raise IntegrityError(found)
-    if not any(group.has_batches for group in groups):
+    in_flight = (one.pager.growths or one.reclaimer.unmaps or one.mover.moves for one in groups)
+    if not any(in_flight):
         groups[0].context.check()
 
 
@@ -168,88 +143,64 @@ def check(group: Group) -> list[str]:
     """Returns a description of each mismatch in a group's records, or with libvmem's records."""
     found: list[str] = []
     table, pager, reclaimer, layout = group.table, group.pager, group.reclaimer, group.layout
-    held = granted = slid = 0
-    returning = sum(one.pages for one in reclaimer.unmaps)
     for slot in table:
-        name = f"slot {slot.index}"
-        held += slot.mapped - slot.shared
-        held -= sum(slot.tier_map.off_device(slot.shared, slot.mapped).values())
-        slid += slot.head if slot.active and not slot.stale else 0
-        granted += slot.granted
-        if not 0 <= slot.granted <= slot.mapped <= layout.slot_pages:
-            found.append(
-                f"{name}: granted {slot.granted}, mapped {slot.mapped} of {layout.slot_pages}"
-            )
-        if not 0 <= slot.head <= slot.mapped:
-            found.append(f"{name}: head {slot.head}, mapped {slot.mapped}")
-        if not slot.large_end <= slot.mapped or (slot.large_end and slot.large_end % layout.block):
-            found.append(f"{name}: large entries up to page {slot.large_end}, mapped {slot.mapped}")
-        if slot.shared > slot.mapped:
-            found.append(f"{name}: shared up to page {slot.shared}, mapped {slot.mapped}")
-        if not slot.active and slot.granted:
-            found.append(f"{name}: free, but {slot.granted} pages are granted")
-        if (
-            slot.active
-            and slot.granted
-            and layout.capacity(slot.granted) != pager.capacity[slot.index]
-        ):
-            found.append(f"{name}: capacity {pager.capacity[slot.index]} with {slot.granted} pages")
-        if not slot.granted and pager.capacity[slot.index]:
-            found.append(f"{name}: capacity {pager.capacity[slot.index]} without a page")
-        if not slot.active and group.rows[slot.index]:
-            found.append(f"{name}: free, but holds {group.rows[slot.index]} tokens")
-        if slot.job is not None and slot.job not in (*pager.growths, *reclaimer.unmaps):
-            found.append(f"{name}: its batch is not listed as in flight")
+        texts = _check_slot(group, slot)
         if not slot.broken:
-            found.extend(_check_pages(group, slot))
-            found.extend(check_places(group, slot))
+            texts += _check_pages(group, slot) + check_places(group, slot)
+        found += [f"slot {slot.index}: {text}" for text in texts]
+    running = [slot for slot in table if slot.active and not slot.stale]
     shared = reclaimer.shared
-    holders = [*table, *reclaimer.unmaps]
-    found.extend(
-        shared.check(
-            [one.span for one in holders] + group.prefixes.spans(group.place),
-            [slot.span for slot in table if slot.active and not slot.stale],
-        )
-    )
+    spans = [one.span for one in (*table, *reclaimer.unmaps)] + group.prefixes.spans(group.place)
+    found += shared.check(spans, [slot.span for slot in running])
     if not group.place:
-        found.extend(group.prefixes.check())
-    held += shared.pages + group.mover.pages()[DEVICE]
-    if (
-        held + returning != reclaimer.device_pages // layout.num_tensors
-        or reclaimer.device_pages % layout.num_tensors
+        found += group.prefixes.check()
+    returning = sum(one.pages for one in reclaimer.unmaps)
+    held = sum(slot.here_from(slot.shared) for slot in table)
+    held += returning + shared.pages + group.mover.pages()[DEVICE]
+    granted = sum(slot.granted for slot in table)
+    for what, recorded, counted in (
+        ("pages", reclaimer.device_pages, held * layout.num_tensors),
+        ("granted pages per tensor", pager.granted_pages, granted),
+        ("unmaps, pages per tensor", reclaimer.coming, returning),
+        ("pages per tensor outside windows", reclaimer.slid, sum(slot.head for slot in running)),
+        ("tokens", group.used_tokens, sum(group.rows)),
     ):
-        found.append(
-            f"pages: recorded {reclaimer.device_pages}, counted {held} + {returning} per tensor"
-        )
-    if granted != pager.granted_pages:
-        found.append(f"granted pages per tensor: recorded {pager.granted_pages}, counted {granted}")
-    if returning != reclaimer.coming:
-        found.append(f"unmaps, pages per tensor: recorded {reclaimer.coming}, counted {returning}")
-    if slid != reclaimer.slid:
-        found.append(f"pages per tensor outside windows: recorded {reclaimer.slid}, counted {slid}")
-    found.extend(check_away(group))
+        if recorded != counted:
+            found.append(f"{what}: recorded {recorded}, counted {counted}")
+    found += check_away(group)
     if reclaimer.device_pages > reclaimer.limit:
         found.append(f"{reclaimer.device_pages} pages held, above the limit of {reclaimer.limit}")
     if reclaimer.share is not None:
-        found.extend(reclaimer.share.check())
-    if group.used_tokens != sum(group.rows):
-        found.append(f"tokens: recorded {group.used_tokens}, counted {sum(group.rows)}")
-    now = stats(group)
-    if now.free_pages + now.cached_pages + now.active_pages != now.total_pages:
-        found.append(
-            f"free {now.free_pages} + cached {now.cached_pages} + active {now.active_pages} pages "
-            f"do not add up to {now.total_pages}"
-        )
+        found += reclaimer.share.check()
+    return found
+
+
+def _check_slot(group: Group, slot: Slot) -> list[str]:
+    """Returns a description of each contradiction between the fields of a slot."""
+    found = []
+    granted, mapped, large, layout = slot.granted, slot.mapped, slot.large_end, group.layout
+    rows, capacity = group.rows[slot.index], group.pager.capacity[slot.index]
+    if not 0 <= granted <= mapped <= layout.slot_pages:
+        found.append(f"granted {granted}, mapped {mapped} of {layout.slot_pages}")
+    if not 0 <= slot.head <= slot.shared <= mapped:
+        found.append(f"head {slot.head}, shared up to page {slot.shared}, mapped {mapped}")
+    if large > mapped or (large and large % layout.block):
+        found.append(f"large entries up to page {large}, mapped {mapped}")
+    if not slot.active and (granted or rows):
+        found.append(f"free, but {granted} pages are granted, and it holds {rows} tokens")
+    if capacity != layout.capacity(granted):
+        found.append(f"capacity {capacity} with {granted} pages")
+    if slot.job is not None and slot.job not in (*group.pager.growths, *group.reclaimer.unmaps):
+        found.append("its batch is not listed as in flight")
     return found
 
 
 def _check_together(groups: Sequence[Group]) -> list[str]:
     """Returns a description of each inconsistency between groups that have the same requests."""
     found = []
-    for slots in zip(*(group.table for group in groups), strict=True):
-        place = slots[0].index
+    for place in range(len(groups[0].table)):
         rows = [group.rows[place] for group in groups]
-        active = [slot.active for slot in slots]
+        active = [group.table[place].active for group in groups]
         if len(set(rows)) > 1 or len(set(active)) > 1:
             found.append(f"slot {place}, by group: {rows} tokens, active {active}")
     return found
@@ -290,50 +241,32 @@ def _check_pages(group: Group, slot: Slot) -> list[str]:
                     is_now = "read-only" if RangeFlags.READONLY in info.flags else "mapped"
                 if is_now != wanted:
                     page = (at - start) // size
-                    found.append(
-                        f"slot {slot.index}, tensor {tensor}, page {page}: expected {wanted}, "
-                        f"found {is_now}"
-                    )
+                    where = f"tensor {tensor}, page {page}"
+                    found.append(f"{where}: expected {wanted}, found {is_now}")
                     break
                 at += info.run_bytes
-        found += _check_entries(group, slot, start)
-    return found
-
-
-def _check_entries(group: Group, slot: Slot, start: int) -> list[str]:
-    """Describes the unexpected 2 MiB entries past `slot.large_end` in the tensor at `start`."""
-    layout, found = group.layout, []
-    quiet = layout.block and slot.job is None
-    for page in range(slot.large_end, slot.mapped, layout.block) if quiet else ():
-        if group.context.query(start + page * layout.page_size).entry_bytes > layout.page_size:
-            found.append(f"slot {slot.index}: an entry of 2 MiB at page {page} of {slot.large_end}")
+        quiet = layout.block and slot.job is None
+        for page in range(slot.large_end, slot.mapped, layout.block) if quiet else ():
+            if group.context.query(start + page * size).entry_bytes > size:
+                found.append(f"an entry of 2 MiB at page {page} of {slot.large_end}")
     return found
 
 
 def check_places(group: Group, slot: Slot) -> list[str]:
     """Returns a description of each mismatch between a slot's pages and their recorded tiers."""
-    found, tier_map, name = [], slot.tier_map, f"slot {slot.index}"
+    found, tier_map = [], slot.tier_map
     for low, high, tier in tier_map.noted:
         if low < slot.head or high > slot.mapped:
-            found.append(f"{name}: pages {low} to {high} recorded in {tier}, mapped {slot.mapped}")
+            found.append(f"pages {low} to {high} recorded in {tier}, mapped {slot.mapped}")
         elif slot.job is None:
-            found += [f"{name}: {text}" for text in _check_memory(group, slot, low, high, tier)]
-    if _elsewhere(slot):
-        found.append(f"{name}: its shared pages are not in the recorded tiers")
+            found += _check_memory(group, slot, low, high, tier)
+    shared = ALL_ON_DEVICE.put(*slot.span.stretches(slot.head))
+    if list(shared.noted) != list(tier_map.within(slot.head, slot.shared).noted):
+        found.append("its shared pages are not in the recorded tiers")
     if slot.active and tier_map.off_device_end > slot.granted and not slot.stale:
-        found.append(
-            f"{name}: pages up to {tier_map.off_device_end} are off the device, "
-            f"{slot.granted} granted"
-        )
+        end = tier_map.off_device_end
+        found.append(f"pages up to {end} are off the device, {slot.granted} granted")
     return found
-
-
-def _elsewhere(slot: Slot) -> bool:
-    """Returns whether the tiers of a slot's shared pages differ from its `tier_map`."""
-    head, end = slot.head, slot.shared
-    tiers = [tier for low, high, tier in slot.span.stretches(head) for _ in range(low, high)]
-    noted = slot.tier_map.stretches(head, end)
-    return tiers != [tier for low, high, tier in noted for _ in range(low, high)]
 
 
 def _check_memory(group: Group, slot: Slot, low: int, high: int, tier: Tier) -> list[str]:
@@ -364,7 +297,8 @@ def check_away(group: Group) -> list[str]:
     found = []
     own = group.own_off_device()
     if group.reclaimer.own_off_device not in (None, own):
-        found.append(f"off-device pages per tensor of requests: counted {own[0]}, not as recorded")
+        pages = sum(high - low for _, low, high in own)
+        found.append(f"off-device pages per tensor of requests: counted {pages}, not as recorded")
     recorded = group.reclaimer.off_device
     for tier in {*counted, *recorded}:
         if (pages := counted[tier] * tensors) != recorded[tier]:

@@ -154,10 +154,10 @@ def cache_of(
     """
     layers = [*layers]
     counts = classes_of(layers)[0]
-    kind, count = next(iter(counts.items()), (None, 0))
     policy_of(policy)
-    if kind is not None and len(counts) == 1 and count == len(layers):
-        config = KVCacheConfig(num_layers=count, **{**policy, **kind.fields()})
+    if list(counts.values()) == [len(layers)]:
+        (kind,) = counts
+        config = KVCacheConfig(num_layers=len(layers), **{**policy, **kind.fields()})
         return KVCache(config, context, backend, device, budget)
     return LayeredCache(layers, context, backend, device, budget, **policy)
 

@@ -59,6 +59,7 @@ class Layout:
         page_size: page size in bytes.
         block: number of pages that a 2 MiB entry maps; 0: 2 MiB entries cannot be used.
         num_tensors: two (K, then V) for every `group_size` layers, or one (`tensors_per_layer`).
+        page_bytes: total size in bytes of one page in every tensor.
         row_bytes: size in bytes of a token's row, or of the state, in one tensor.
         state: a slot is a single row, however many tokens the request holds.
         max_rows: maximum number of tokens in a slot.
@@ -86,6 +87,7 @@ class Layout:
         self.page_size = page_size
         self.num_tensors = config.tensors_per_layer * (config.num_layers // config.group_size)
         self.head_row_bytes = config.num_kv_heads * config.head_dim * config.itemsize
+        self.page_bytes = page_size * self.num_tensors
         self.row_bytes = config.row_bytes
         self.max_rows = config.max_seq_len
         self.state = config.state

@@ -19,7 +19,7 @@ from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import PriorWork
-from pyvmem.kvcache.group import Group, make_parts, open_context, pool_low, prepare
+from pyvmem.kvcache.group import Group, make_layout, open_context, pool_low, prepare
 from pyvmem.kvcache.growth import OPS
 from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.prefix_cache import PrefixCache
@@ -46,9 +46,9 @@ class Manager:
         backend: back end of an owned context.
         device: device of an owned context.
         budget: memory to share with other caches; None: several groups share a new budget.
-        table: class of the table that chooses slots.
 
     Attributes:
+        table: class of the tables that choose slots.
         context: the context of all groups; set by `make` if not set earlier.
         groups: the groups; empty before `make`.
         lock, journal: entered by every call, in this order.
@@ -56,18 +56,18 @@ class Manager:
         closed: True once the cache is closed.
     """
 
+    table: type[SlotTable] = SlotTable
     context: Context
 
     def __init__(
         self,
         name: str,
         whole: KVCacheConfig,
-        configs: Sequence[KVCacheConfig] | None,
-        context: Context | None,
-        backend: str,
-        device: Any,
-        budget: Budget | None,
-        table: type[SlotTable] = SlotTable,
+        configs: Sequence[KVCacheConfig] | None = None,
+        context: Context | None = None,
+        backend: str = "auto",
+        device: Any = 0,
+        budget: Budget | None = None,
     ) -> None:
         expect("config", whole, KVCacheConfig)
         expect("context", context, Context, optional=True)
@@ -78,7 +78,6 @@ class Manager:
         self._whole = whole
         self._configs = [whole] if configs is None else list(configs)
         self._shares = configs is not None  # several groups share a budget
-        self._table = table
         self.owns_context = context is None and budget is None
         if budget is not None:
             self.context = budget.context
@@ -101,15 +100,31 @@ class Manager:
         """
         if self.owns_context:
             self.context = self._opens(
-                pool_low=sum(map(pool_low, self._configs)),
-                max_mappings=self._whole.max_mappings,
+                pool_low=sum(map(pool_low, self._configs)), max_mappings=self._whole.max_mappings
             )
             self.context.remains.unclaimed = True  # reset by the first call
         if self._shares and self.budget is None:
             self._use(Budget(self.context, self._whole.memory_limit))
-        with self.lock, self.journal:
-            self.journal.on_abort(self._give_back)
-            self._make(self._configs, self._table)
+        budget, journal, table = self.budget, self.journal, self.table
+        with self.lock, journal:
+            journal.on_abort(self._give_back)
+            layouts = [make_layout(config, self.context) for config in self._configs]
+            least = sum(one.page_bytes for one in layouts)
+            if budget is not None and len(layouts) > 1 and budget.total_bytes < least:
+                raise invalid(
+                    f"{budget.total_bytes} bytes are less than one page in every tensor, {least}",
+                    size=budget.total_bytes,
+                    limit=least,
+                )
+            prefixes = PrefixCache(layouts, journal, lockstep=table.lockstep)
+            ops = OpBatch(OPS * self._whole.max_batch * len(layouts))
+            for place, layout in enumerate(layouts):
+                group = Group(layout, self.context, journal, budget, table, prefixes, place, ops)
+                journal.change([[self, "groups", (*self.groups, group)]])
+            if budget is not None:
+                for group in self.groups:
+                    call_part(partial(budget.join, group.pager, group.config.memory_floor))
+            prepare(self.groups)
 
     def abandon(self) -> None:
         """Cleans up after an exception in `make`."""
@@ -118,28 +133,6 @@ class Manager:
                 self.journal.on_abort(self._give_back)
                 self.journal.made()
                 self._give_back()
-
-    def _make(self, configs: Sequence[KVCacheConfig], table: type[SlotTable]) -> None:
-        budget, journal = self.budget, self.journal
-        parts = [make_parts(config, self.context, journal, budget) for config in configs]
-        layouts = [one.layout for one in parts]
-        if budget is not None:
-            least = sum(one.page_size * one.num_tensors for one in layouts)
-            if len(configs) > 1 and budget.total_bytes < least:
-                raise invalid(
-                    f"{budget.total_bytes} bytes are less than one page in every tensor, {least}",
-                    size=budget.total_bytes,
-                    limit=least,
-                )
-        prefixes = PrefixCache(layouts, journal, lockstep=table.lockstep)
-        ops = OpBatch(OPS * sum(config.max_batch for config in configs))
-        for place, (config, one) in enumerate(zip(configs, parts, strict=True)):
-            group = Group(config, one, journal, table, prefixes, place, ops)
-            journal.change([[self, "groups", (*self.groups, group)]])
-        if budget is not None:
-            for group in self.groups:
-                call_part(partial(budget.join, group.pager, group.config.memory_floor))
-        prepare(self.groups)
 
     def open(self) -> tuple[Group, ...]:
         """Returns the groups, for a call that holds the lock.
@@ -184,17 +177,16 @@ class Manager:
         if self.closed:
             return
         work = PriorWork(stream, self.context.cuda_device)
-        living = [one for one in self.groups if one.parts.reservation.live_arrays]
+        living = [one.reservation for one in self.groups if one.reservation.live_arrays]
         if living and self.context.is_open:
-            reservation = living[0].parts.reservation
-            count = sum(one.parts.reservation.live_arrays for one in living)
+            count = sum(one.live_arrays for one in living)
             raise Busy(
                 f"the cache has {counted(count, 'live tensor')}: drop every tensor and view, then "
                 "close it (a notebook keeps what a cell displayed)",
                 errno=errno.EBUSY,
                 op=f"{self._name}.close",
-                addr=reservation.addr,
-                bytes=reservation.nbytes,
+                addr=living[0].addr,
+                bytes=living[0].nbytes,
             )
         if self.context.is_open and any(slot.active for one in self.groups for slot in one.table):
             work.record()

@@ -165,7 +165,7 @@ class Mover:
             if move.runs:
                 self._join(move, [] if move.stretches else after)
             if move.promotes:
-                self._counters.promoted += move.pages * self._layout.num_tensors
+                self._counters.promoted_pages += move.pages * self._layout.num_tensors
         except VMemError as error:
             if self.moves.get(move.slot) is move:
                 self._drop(move)
@@ -193,7 +193,7 @@ class Mover:
         edits = [
             [slot, "tier_map", slot.tier_map.put(*move.stretches)],
             [slot, "large_end", large_end],
-            [counters, "moved", counters.moved + pages * tensors],
+            [counters, "moved_pages", counters.moved_pages + pages * tensors],
             *self._reclaimer.free_edits(pages - off_device.total(), off_device, reclaimed=False),
         ]
         if move.promotes:

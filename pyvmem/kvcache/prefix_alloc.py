@@ -106,11 +106,11 @@ def _count_prompt(group: Group, prompt: tuple[int, int, bool], by: int) -> None:
     counters.last_prompt = prompt
     group.journal.change(
         [
-            [counters, "queries", counters.queries + by],
-            [counters, "query_tokens", counters.query_tokens + asked * by],
-            [counters, "hits", counters.hits + (held > 0) * by],
-            [counters, "hit_tokens", counters.hit_tokens + held * by],
-            [counters, "resumed", counters.resumed + resumed * by],
+            [counters, "prefix_queries", counters.prefix_queries + by],
+            [counters, "prefix_query_tokens", counters.prefix_query_tokens + asked * by],
+            [counters, "prefix_hits", counters.prefix_hits + (held > 0) * by],
+            [counters, "prefix_hit_tokens", counters.prefix_hit_tokens + held * by],
+            [counters, "prefix_resumed", counters.prefix_resumed + resumed * by],
         ]
     )
 

@@ -141,7 +141,6 @@ class Reclaimer:
         layout: Layout,
         table: SlotTable,
         limit: int,
-        low_watermark: float,
         counters: Counters,
         prefixes: Evictable,
         place: int,
@@ -151,11 +150,11 @@ class Reclaimer:
         self.layout = layout
         self.table = table
         self.limit = limit
-        self.watermark = low_watermark
+        self.watermark = layout.config.low_watermark
         self.counters = counters
         self.device_pages = self.slid = self.coming = 0
         self.off_device: Counter[Tier] = Counter()
-        self.own_off_device: tuple[int, list[Slot]] | None = None
+        self.own_off_device: list[Piece] | None = None
         self.shared = SharedPages(layout, mapper)
         self._prefixes, self._place = prefixes, place
         self.unmaps: list[Unmap | Slide] = []
@@ -463,7 +462,7 @@ class Reclaimer:
             edits.append([self, "off_device", others])
         if reclaimed:
             gone = (pages + sum(off_device.values())) * tensors
-            edits.append([counters, "reclaimed", counters.reclaimed + gone])
+            edits.append([counters, "reclaimed_pages", counters.reclaimed_pages + gone])
         return edits
 
     def mark_broken(self, pieces: list[Piece]) -> None:
@@ -767,7 +766,8 @@ class Reclaimer:
         """Counts evicted pages and drops the prefix tree's references; call `drop_unheld` next."""
         gone = sum(span.pages for span in spans) * self.layout.num_tensors
         edits = self.shared.use_edits({}, dict.fromkeys(spans, -1))
-        self.journal.change([*edits, [self.counters, "evicted", self.counters.evicted + gone]])
+        evicted = self.counters.evicted_pages + gone
+        self.journal.change([*edits, [self.counters, "evicted_pages", evicted]])
 
     def release_kept(self, *spans: Span) -> None:
         """Starts unmapping kept slots that map pages of `spans`.

@@ -6,12 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from pyvmem import _native
-
-if TYPE_CHECKING:
-    from pyvmem.memory.context import Context
+from pyvmem.memory.context import Context
+from pyvmem.memory.info import Stats
 
 __all__ = ["CacheStats", "Counters", "SlotInfo", "together"]
 
@@ -166,8 +164,6 @@ class SlotInfo:
 
         `others` holds the same slot's records in the other groups.
         """
-        if not others:
-            return self
         each = (self, *others)
         states = {one.state for one in each}
         pages = [one.name for one in fields(SlotInfo) if one.name.endswith("_pages")]
@@ -216,16 +212,11 @@ def together(each: Sequence[CacheStats], room: int) -> CacheStats:
     )
 
 
-def _driver_calls(context: Context) -> tuple[int, int]:
-    stats = context.stats()
-    calls = stats.map_calls + stats.unmap_calls + stats.slab_calls + stats.fill_calls
-    return calls, stats.driver_ns
-
-
 class Counters:
     """Running counts behind `CacheStats`.
 
     Attributes:
+        before: the context's statistics at the creation of the cache.
         last_prompt: for the last request's prompt, the number of tokens, how many of them were
             recorded, and whether these were still mapped in the slot.
         waiting: creates a context manager that counts the time inside it as waiting, and driver
@@ -233,21 +224,24 @@ class Counters:
     """
 
     def __init__(self, context: Context) -> None:
-        self.context = context
-        self.base_calls, self.base_ns = _driver_calls(context)
+        self.before = context.stats()
         self.steps = self.steps_async = self.short = 0
-        self.grown = self.zeroed = self.reclaimed = self.reused = 0
-        self.moved = self.promoted = self.evicted = 0
-        self.queries = self.query_tokens = self.hits = self.hit_tokens = self.resumed = 0
+        self.grown = self.zeroed = self.reused = 0
+        self.reclaimed_pages = self.moved_pages = self.promoted_pages = self.evicted_pages = 0
+        self.prefix_queries = self.prefix_query_tokens = 0
+        self.prefix_hits = self.prefix_hit_tokens = self.prefix_resumed = 0
         self.last_prompt: tuple[int, int, bool] | None = None
         self.waits = _native.Waits()
         self.waiting = partial(_native.Waiting, self.waits, context.handle)
         self.peak_mapped = self.peak_used = self.peak_wasted = 0
 
-    def driver(self) -> tuple[int, int]:
-        """Returns the number of driver calls and the nanoseconds spent in them.
+    def shown(self) -> dict[str, int]:
+        """Returns the counts that have the same name in `CacheStats`."""
+        names = {one.name for one in fields(CacheStats)} - {"waits"}
+        return {name: count for name, count in vars(self).items() if name in names}
 
-        Both are counted from the creation of the cache.
-        """
-        calls, ns = _driver_calls(self.context)
-        return calls - self.base_calls, ns - self.base_ns
+    def driver(self, now: Stats) -> tuple[int, int]:
+        """Returns the number of driver calls since the creation, and the nanoseconds they took."""
+        names = ("map_calls", "unmap_calls", "slab_calls", "fill_calls")
+        calls = sum(getattr(now, name) - getattr(self.before, name) for name in names)
+        return calls, now.driver_ns - self.before.driver_ns
