@@ -323,7 +323,7 @@ class Group:
         if self.promoter is not None:
             edits += self.promoter.forget_edits(slot)
         if slot.granted:
-            edits += self.pager.grant_edits(slot, 0)
+            edits += self.pager.grant_edits([(slot, 0)])
         if self.window is not None:
             edits += self.window.forget_edits(slot)
         if slot.span.pages and not slot.stale:
@@ -354,7 +354,7 @@ class Group:
             event: GPU work that may still touch the other pages; None if complete.
             written: mark the other pages as dirty.
         """
-        edits = [*self.pager.grant_edits(slot, keep), [self.reclaimer, "own_off_device", None]]
+        edits = [*self.pager.grant_edits([(slot, keep)]), [self.reclaimer, "own_off_device", None]]
         if written:
             edits.append([slot, "dirty", max(slot.dirty, slot.granted)])
         if event is not None:

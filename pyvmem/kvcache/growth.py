@@ -11,30 +11,20 @@ import logging
 import operator
 from array import array
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 from pyvmem import _native
 from pyvmem._native import Columns, Grown, Outcome
-from pyvmem.errors import (
-    InvalidArgument,
-    NotRecoverable,
-    OutOfMemory,
-    TooManyMappings,
-    VMemError,
-)
+from pyvmem.errors import NotRecoverable, OutOfMemory, TooManyMappings, VMemError
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.config import KVCacheConfig
-from pyvmem.kvcache.events import (
-    is_over,
-    order_after,
-    order_ticket,
-    prune,
-)
+from pyvmem.kvcache.events import is_over, order_after, order_ticket, prune
 from pyvmem.kvcache.migration import Mover
 from pyvmem.kvcache.reclaim import Reclaimer, Share
 from pyvmem.kvcache.runs import SCARCE_AT, Runs
-from pyvmem.kvcache.slots import Growth, Piece, Slide, Slot, Unmap
+from pyvmem.kvcache.slots import Growth, Piece, Slot
 from pyvmem.memory.ops import OpBatch
 from pyvmem.memory.pages import Ticket
 
@@ -155,7 +145,15 @@ class Pager:
                 raise invalid(f"seq_lens must hold whole numbers, not {lens!r:.80}") from None
             found = self.columns.scan(lens)
         if isinstance(found, int):
-            raise self._bad_length(found % count, lens[found % count])
+            index, longest = found % count, self.layout.max_rows
+            length = lens[index]
+            if 0 <= length <= longest:
+                raise invalid(
+                    f"seq_lens[{index}] is {length}, but reqid {index} is not taken: "
+                    "call alloc_reqid first"
+                )
+            bound = "it must not be negative" if length < 0 else f"max_seq_len is {longest}"
+            raise invalid(f"seq_lens[{index}] is {length}; {bound}", limit=longest)
         return found
 
     def wants(self, short: list[int]) -> list[tuple[Slot, int]]:
@@ -163,17 +161,6 @@ class Pager:
         slots, pages_for = self.reclaimer.table.slots, self.layout.pages_for
         needs = self.columns.needs
         return [(slots[index], pages_for(needs[index])) for index in short]
-
-    def _bad_length(self, index: int, length: int) -> InvalidArgument:
-        """Returns the error for a length that is out of range or was given for a free slot."""
-        longest = self.layout.max_rows
-        if 0 <= length <= longest:
-            return invalid(
-                f"seq_lens[{index}] is {length}, but reqid {index} is not taken: "
-                "call alloc_reqid first"
-            )
-        bound = "it must not be negative" if length < 0 else f"max_seq_len is {longest}"
-        return invalid(f"seq_lens[{index}] is {length}; {bound}", limit=longest)
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -299,12 +286,9 @@ class Pager:
             needed, over = self._is_needed(job, lens), job.done()
             if not needed and not (over and all(map(is_over, job.handover))):
                 continue
-            if over:
-                error = self._complete(job, stream, on_cpu)
-            else:
-                with self.counters.waiting():
-                    error = self._complete(job, stream, on_cpu)
-            first = first or self._failure(job, error)
+            with nullcontext() if over else self.counters.waiting():
+                error = self._complete(job, stream, on_cpu=on_cpu)
+            first = first or error
         if first is not None:
             raise first
 
@@ -338,15 +322,15 @@ class Pager:
         Raises:
             VMemError: a batch failed, or the earlier owner's shared pages could not be unmapped.
         """
-        if isinstance(slot.job, (Unmap, Slide)):
+        job = slot.job
+        if isinstance(job, Growth):
             with self.counters.waiting():
-                self.reclaimer.finish(slot.job)
-        elif slot.job is not None:
-            job = slot.job
-            with self.counters.waiting():
-                error = self._complete(job, None, on_cpu=True)
-            if (error := self._failure(job, error)) is not None:
+                error = self._complete(job)
+            if error is not None:
                 raise error
+        elif job is not None:
+            with self.counters.waiting():
+                self.reclaimer.finish(job)
         if slot.stale:
             self.reclaimer.unmap(slot, 0, now=True)
             with self.counters.waiting():
@@ -380,8 +364,8 @@ class Pager:
         """Waits for growth that no owner is waiting for, so that its pages can be reclaimed."""
         for job in [job for job in self.growths if job.deserted()]:
             with self.counters.waiting():
-                error = self._complete(job, None, on_cpu=True)
-            if (error := self._failure(job, error)) is not None:
+                error = self._complete(job)
+            if error is not None:
                 self.reclaimer.errors.append(error)
 
     def unsettled(self, keep: Mapping[Slot, int], *, promoting: bool = True) -> int:
@@ -430,11 +414,18 @@ class Pager:
 
     # ---- completing growth and granting pages ----------------------------------------------------
 
-    def _complete(self, job: Growth, stream: Any, on_cpu: bool = False) -> VMemError | None:
-        """Waits for `job`, then grants its pages or, if it failed, undoes it and returns the error.
+    def _complete(
+        self, job: Growth, stream: Any = None, *, on_cpu: bool = True
+    ) -> VMemError | None:
+        """Waits for `job`, then grants its pages or, if it failed, undoes it.
 
         With `on_cpu`, this also waits on the CPU for its fills and for earlier owners' work,
         because the stream that will use the pages is unknown.
+
+        Returns the error that the caller must raise, if any. A shortage is ignored: background
+        growth allocates late, so other users of the context may have taken the memory first, and a
+        step that needs the pages retries it. With several ranks it is raised, because the other
+        ranks did get their pages.
         """
         device = None if on_cpu else self.device
         try:
@@ -443,7 +434,9 @@ class Pager:
                     order_ticket(ticket, stream, device)
         except VMemError as error:
             self._undo(job, error)
-            return error
+            short = isinstance(error, (OutOfMemory, TooManyMappings))
+            ignored = job.quiet or (short and not self.reclaimer.table.lockstep)
+            return None if ignored else error
         # If no owner is waiting, the slot keeps the events for its next owner.
         for event in job.handover if job.awaited else ():
             order_after(event, stream, device)
@@ -457,39 +450,25 @@ class Pager:
     def poll(self) -> None:
         """Completes finished growth that no owner is waiting for."""
         for job in [job for job in self.growths if not job.awaited and job.done()]:
-            error = self._failure(job, self._complete(job, None, on_cpu=True))
-            if error is not None:
+            if (error := self._complete(job)) is not None:
                 self.reclaimer.errors.append(error)
-
-    def _failure(self, job: Growth, error: VMemError | None) -> VMemError | None:
-        """Returns the error to raise for a completed grow operation, or None to ignore it.
-
-        A shortage is ignored: background growth allocates late, so other users of the context may
-        have taken the memory first. The growth was undone, and a step that needs the pages retries
-        it. With several ranks it is raised, because the other ranks did get their pages.
-        """
-        short = isinstance(error, (OutOfMemory, TooManyMappings))
-        short = short and not self.reclaimer.table.lockstep
-        return None if short or job.quiet else error
 
     def _grant_edits(self, job: Growth) -> list[list[Any]]:
         """Returns the edits that grant the new pages to owners that still have their slots."""
+        grants = job.grants
+        return self.grant_edits(
+            [(one, n) for one, owner, n in grants if one.owner == owner and n > one.granted]
+        )
+
+    def grant_edits(self, grants: Sequence[tuple[Slot, int]]) -> list[list[Any]]:
+        """Returns the edits that set the number of pages granted to the slots' owners."""
         edits: list[list[Any]] = []
         granted, capacity = self.granted_pages, self.layout.capacity
-        for slot, owner, pages in job.grants:
-            if slot.owner == owner and pages > slot.granted:
-                granted += pages - slot.granted
-                edits += ([slot, "granted", pages], [self.capacity, slot.index, capacity(pages)])
+        for slot, pages in grants:
+            granted += pages - slot.granted
+            rows = capacity(pages) if pages else 0
+            edits += ([slot, "granted", pages], [self.capacity, slot.index, rows])
         return [*edits, [self, "granted_pages", granted]]
-
-    def grant_edits(self, slot: Slot, pages: int) -> list[list[Any]]:
-        """Returns the edits that set the number of pages granted to the slot's owner."""
-        granted = self.granted_pages + pages - slot.granted
-        return [
-            [self, "granted_pages", granted],
-            [slot, "granted", pages],
-            [self.capacity, slot.index, self.layout.capacity(pages) if pages else 0],
-        ]
 
     def _retire_edits(self, job: Growth) -> list[list[Any]]:
         growths = [one for one in self.growths if one is not job]
