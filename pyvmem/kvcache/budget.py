@@ -501,14 +501,7 @@ class Share:
     def unsettled(self, *, promoting: bool = True) -> int:
         """Returns how many bytes the other caches would free after a wait, down to their floors."""
         return sum(
-            min(
-                (
-                    one.pager.unsettled({}, promoting=promoting)
-                    - one.pager.splittable({}) * promoting
-                )
-                * one.layout.page_size,
-                one._excess(),
-            )
+            min(one.pager.unsettled({}, promoting=promoting) * one.layout.page_size, one._excess())
             for one in self._rest()
         )
 

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyvmem._native import Kind, Outcome
@@ -201,12 +202,12 @@ class Group:
             parts.limit_pages,
             config.low_watermark,
             self.counters,
-            prefixes,
-            place,
+            partial(prefixes.evict, place),
+            partial(prefixes.leased, place),
         )
         self.scratch = Scratch(self.mapper, layout.page_size)
         self.mover = Mover(self.reclaimer, self.scratch, parts.cuda_device)
-        self.pager = Pager(self.reclaimer, self.mover, config, parts.cuda_device, ops)
+        self.pager = Pager(self.reclaimer, self.mover, config, ops)
         self.sharing = Sharing(self.pager, config)
         self.promoter = self.window = None
         if layout.block and not (layout.state or config.window):
@@ -530,12 +531,6 @@ class Group:
 
     # ---- housekeeping ----------------------------------------------------------------------------
 
-    def keep_watermark(self) -> None:
-        """Starts unmapping pages of free slots if free memory is below the watermark."""
-        reclaimer = self.reclaimer
-        if reclaimer.projected_free < reclaimer.low_pages:
-            reclaimer.release_below(reclaimer.low_pages)
-
     def reclaim_idle(self) -> None:
         """Starts unmapping pages of free slots that the policy (`KVCacheConfig`) does not keep."""
         reclaimer, config = self.reclaimer, self.config
@@ -553,7 +548,7 @@ class Group:
             reclaimer.share is not None
             or reclaimer.limit - reclaimer.device_pages < reclaimer.watermark * reclaimer.limit
         ):
-            self.keep_watermark()
+            reclaimer.keep_watermark()
 
     def close(self, stream: Any) -> None:
         """Waits for all batches, then frees the pages and the reservation; may be called again."""

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from pyvmem import _native
 from pyvmem._native import Columns, Grown, Outcome
@@ -33,11 +33,13 @@ __all__ = [
     "Needs",
     "Pager",
     "Want",
+    "Wants",
     "reclaim_after",
     "can_reclaim_for",
     "extend",
     "fit",
     "grow",
+    "needs_of",
     "reclaim_for",
     "within_reach",
 ]
@@ -45,8 +47,8 @@ __all__ = [
 OPS = 2
 """Maximum number of operations to grow one slot: one for new pages, one for a fill."""
 
-Want: TypeAlias = Sequence[tuple[Slot, int]]
-"""Slots, with the pages per tensor that each should have."""
+Want: TypeAlias = list[tuple[Slot, int]]
+"""Slots of a group, with the pages per tensor that each should have."""
 
 _SPREAD = _native.constant("VMEM_OP_SPREAD")
 _DIRTY = _native.constant("VMEM_OP_DIRTY")
@@ -73,21 +75,15 @@ class Pager:
     """
 
     def __init__(
-        self,
-        reclaimer: Reclaimer,
-        mover: Mover,
-        config: KVCacheConfig,
-        device: int | None,
-        ops: OpBatch,
+        self, reclaimer: Reclaimer, mover: Mover, config: KVCacheConfig, ops: OpBatch
     ) -> None:
         self.reclaimer = reclaimer
         self.mover = mover
-        self.runs = Runs(reclaimer, mover, config, device)
+        self.runs = Runs(reclaimer, mover, config)
         self.mapper = reclaimer.mapper
         self.journal = reclaimer.mapper.journal
         self.layout = reclaimer.layout
         self.counters = reclaimer.counters
-        self.device = device
         self.columns = columns = reclaimer.table.columns
         self.capacity = columns.capacity
         self.growths: list[Growth] = []
@@ -156,7 +152,7 @@ class Pager:
             raise invalid(f"seq_lens[{index}] is {length}; {bound}", limit=longest)
         return found
 
-    def wants(self, short: list[int]) -> list[tuple[Slot, int]]:
+    def wants(self, short: list[int]) -> Want:
         """Returns the given slots of the last `scan`, with the pages per tensor that each needs."""
         slots, pages_for = self.reclaimer.table.slots, self.layout.pages_for
         needs = self.columns.needs
@@ -371,8 +367,7 @@ class Pager:
     def unsettled(self, keep: Mapping[Slot, int], *, promoting: bool = True) -> int:
         """Returns how many pages become available once `can_reclaim_for` has waited.
 
-        They come from growth that no owner is waiting for, from copies and, with `promoting`, from
-        2 MiB entries that a step can split.
+        They come from growth that no owner is waiting for, and from copies.
 
         Args:
             keep: slots, and the pages per tensor that each must keep.
@@ -383,8 +378,7 @@ class Pager:
         pages = sum(slot.spare_beyond(keep.get(slot, 0)) for slot in idle)
         pages += sum(move.here() for move in self.mover.cancelled)
         pages += self.mover.promoting() if promoting else 0
-        pages *= self.layout.num_tensors
-        return pages + (self.splittable(keep) if promoting and self.layout.block else 0)
+        return pages * self.layout.num_tensors
 
     def splittable(self, keep: Mapping[Slot, int]) -> int:
         """Returns how many physical pages a step can unmap by splitting 2 MiB entries."""
@@ -427,7 +421,7 @@ class Pager:
         step that needs the pages retries it. With several ranks it is raised, because the other
         ranks did get their pages.
         """
-        device = None if on_cpu else self.device
+        device = None if on_cpu else self.mover.device
         try:
             for ticket in (job.mapping, job.filling):
                 if ticket is not None:
@@ -508,8 +502,12 @@ class Pager:
         )
 
 
+Wants: TypeAlias = Sequence[tuple[Pager, Want]]
+"""The groups of a cache, with what each wants."""
 Needs: TypeAlias = Sequence[tuple[Pager, int]]
 """Groups that share a budget, with the physical pages that each must map."""
+_Part: TypeAlias = tuple[Pager, Growth, list[Piece]]
+"""The planned growth of one group, with the fills that must wait for GPU work."""
 
 
 def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) -> bool:
@@ -595,7 +593,7 @@ def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) ->
     return True
 
 
-def grow(wants: Sequence[tuple[Pager, Want]], *, background: bool, reclaim: bool = True) -> bool:
+def grow(wants: Wants, *, background: bool, reclaim: bool = True) -> bool:
     """Grows slots to the given numbers of pages, in all groups or none; `settle` completes it.
 
     One batch maps and zeroes for all groups. Pages that an earlier owner's GPU work may still touch
@@ -615,9 +613,7 @@ def grow(wants: Sequence[tuple[Pager, Want]], *, background: bool, reclaim: bool
     Raises:
         VMemError: a batch failed; no request got pages.
     """
-    first, keep = wants[0][0], dict[Slot, int]()
-    for _, want in wants:
-        keep.update(want)
+    first, keep = wants[0][0], {slot: pages for _, want in wants for slot, pages in want}
     if not keep:
         return True
     share, exact = first.reclaimer.share, False
@@ -627,17 +623,12 @@ def grow(wants: Sequence[tuple[Pager, Want]], *, background: bool, reclaim: bool
                 # For any other slot, `release` has nothing to wait for.
                 if slot.job is not None or slot.mapped > slot.granted:
                     pager.release(slot)
-        needs = []
-        for pager, want in wants:
-            more = 0
-            for slot, pages in want:
-                more += max(0, pages - slot.mapped)
-            needs.append((pager, more * pager.layout.num_tensors))
+        needs = needs_of(wants)
         if not fit(needs):
             if not reclaim or not reclaim_for(needs, keep):
                 return False
             continue  # count again: reclaiming may have unmapped surplus pages of these slots
-        parts, after = [], list[Any]()
+        parts, after = list[_Part](), list[Any]()
         first.ops.clear()
         room, beyond = None if share is None else share.room(), False
         for pager, want in wants:
@@ -646,7 +637,7 @@ def grow(wants: Sequence[tuple[Pager, Want]], *, background: bool, reclaim: bool
             goals = None if exact else pager.runs.goals(want, room)
             beyond |= goals is not None
             job, late = pager.plan(want, goals, after)
-            parts.append(_Part(pager, job, late))
+            parts.append((pager, job, late))
             if room is not None:
                 room -= job.new_pages * pager.layout.page_size
         error = _begin(parts, after, background=background)
@@ -660,32 +651,23 @@ def grow(wants: Sequence[tuple[Pager, Want]], *, background: bool, reclaim: bool
             return False
 
 
-class _Part(NamedTuple):
-    """The planned growth of one group, with the fills that must wait for GPU work."""
-
-    pager: Pager
-    job: Growth
-    late: list[Piece]
-
-
 def _begin(parts: Sequence[_Part], after: list[Any], *, background: bool) -> VMemError | None:
     """Runs or submits the planned growth of all groups as one batch, and records it.
 
     Returns:
         None on success; the error, with nothing changed, if memory or mappings are short.
     """
-    first = parts[0].pager
+    first = parts[0][0]
     ops, mapper = first.ops, first.mapper
     mapping = Ticket(mapper.context) if background and len(ops) else None
-    late = sum(len(part.late) for part in parts)
-    wait = bool(mapping or late or any(part.job.handover for part in parts))
+    late = sum(len(pieces) for *_, pieces in parts)
+    wait = bool(mapping or late or any(job.handover for _, job, _ in parts))
     filling, fills = Ticket(mapper.context), OpBatch(late or 1)
     edits: list[list[Any]] = []
     filled: list[list[Any]] = []
-    for pager, job, _ in parts:
+    for pager, job, pieces in parts:
         if job.new_pages and pager.runs.spreads:
             pager.runs.provide(job.new_pages)
-    for pager, job, pieces in parts:
         job.mapping, job.quiet, counters = mapping, pager is not first, pager.counters
         zeroed = counters.zeroed + job.zeroed_pages
         slots, goals = [slot for slot, *_ in job.pieces], [high for *_, high in job.pieces]
@@ -724,6 +706,17 @@ def _begin(parts: Sequence[_Part], after: list[Any], *, background: bool) -> VMe
 
 
 # ---- memory for several groups together ----------------------------------------------------------
+
+
+def needs_of(wants: Wants) -> list[tuple[Pager, int]]:
+    """Returns how many physical pages must be mapped, per group."""
+    needs = []
+    for pager, want in wants:
+        pages = 0
+        for slot, goal in want:  # a plain loop, for speed
+            pages += max(0, goal - slot.grows_from)
+        needs.append((pager, pages * pager.layout.num_tensors))
+    return needs
 
 
 def fit(needs: Needs) -> bool:
@@ -765,7 +758,9 @@ def _beyond_own(needs: Needs, keep: Mapping[Slot, int], *, later: bool) -> int |
     new = 0
     for pager, pages in needs:
         reclaimer = pager.reclaimer
-        pages -= reclaimer.idle(keep) + (pager.unsettled(keep) if later else 0)
+        pages -= reclaimer.idle(keep)
+        if later:
+            pages -= pager.unsettled(keep) + pager.splittable(keep)
         if pages > reclaimer.limit - reclaimer.device_pages:
             return None
         new += pages * pager.layout.page_size

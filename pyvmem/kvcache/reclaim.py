@@ -41,19 +41,6 @@ _log = logging.getLogger(__name__)
 _SLICE_S = 0.0005  # seconds to wait for one of several unmaps before checking the next
 
 
-class Evictable(Protocol):
-    """Recorded prefixes, whose pages can be evicted while no request uses them."""
-
-    def evict(self, place: int, pages: int) -> int:
-        """Evicts prefixes until `pages` pages per tensor are freed, or as many as possible.
-
-        Returns the number of pages per tensor freed.
-        """
-
-    def leased(self, place: int) -> int:
-        """Returns how many pages per tensor are not used by any request but cannot be evicted."""
-
-
 class Share(Protocol):
     """A cache's part of a budget that several caches share. Sizes are in bytes."""
 
@@ -131,6 +118,9 @@ class Reclaimer:
         slid: number of pages per tensor that have left the windows of running requests.
         coming: number of device pages per tensor that `unmaps` will free.
         share: the cache's part of a budget; None: the cache has no budget.
+        evict: evicts recorded prefixes that no request uses until a number of pages per tensor are
+            freed, or as many as possible; returns the number freed.
+        leased: returns how many pages per tensor are not used by any request but cannot be evicted.
         block: number of pages per 2 MiB block if memory is allocated in such blocks
             (`Runs.provide`); otherwise 0.
     """
@@ -143,8 +133,8 @@ class Reclaimer:
         limit: int,
         low_watermark: float,
         counters: Counters,
-        prefixes: Evictable,
-        place: int,
+        evict: Callable[[int], int],
+        leased: Callable[[], int],
     ) -> None:
         self.mapper = mapper
         self.journal = mapper.journal
@@ -157,7 +147,7 @@ class Reclaimer:
         self.off_device: Counter[Tier] = Counter()
         self.own_off_device: tuple[int, list[Slot]] | None = None
         self.shared = SharedPages(layout, mapper)
-        self._prefixes, self._place = prefixes, place
+        self.evict, self.leased = evict, leased
         self.unmaps: list[Unmap | Slide] = []
         self.errors: list[VMemError] = []
         self.share: Share | None = None
@@ -171,14 +161,6 @@ class Reclaimer:
         See `KVCacheConfig.low_watermark`.
         """
         return int(self.watermark * self.limit)
-
-    def evict(self, pages: int) -> int:
-        """Evicts prefixes until `pages` pages per tensor are freed; returns how many were freed."""
-        return self._prefixes.evict(self._place, pages)
-
-    def leased(self) -> int:
-        """Returns how many pages per tensor are not used by any request but cannot be evicted."""
-        return self._prefixes.leased(self._place)
 
     def unmap(self, slot: Slot, keep: int, now: bool = False) -> None:
         """Starts unmapping a slot's pages from `keep` on, after its earlier owners' GPU work.
@@ -203,30 +185,36 @@ class Reclaimer:
         if low >= slot.mapped:
             return
         self._ops.clear()
-        self._add_unmap(self._ops, slot, low, slot.mapped)
-        ticket = Ticket(self.mapper.context)
+        self._add_unmap(self._ops, slot, low)
         try:
-            edits = self._unmap_edits(slot, low, keep, ticket)
-            self.mapper.commit(edits, self._ops, slot.events, ticket=ticket)
+            self._commit(self._ops, slot, low, keep, Ticket(self.mapper.context))
         except TooManyBatches:
             if not now:
                 raise
             self._run(slot, low, keep)
 
-    def _unmap_edits(
-        self, slot: Slot, low: int, keep: int, ticket: Any, *, kept: bool = False
-    ) -> list[list[Any]]:
-        """Returns the record edits for a batch that unmaps a slot's pages from `low` on.
+    def _commit(
+        self,
+        ops: OpBatch,
+        slot: Slot,
+        low: int,
+        keep: int,
+        ticket: Ticket | None = None,
+        *,
+        kept: bool = False,
+    ) -> None:
+        """Runs or submits a batch that unmaps a slot's pages from `low` on, with its edits.
 
         Args:
+            ops: the batch.
             slot: a slot without a batch in flight.
             low: first page to unmap.
             keep: the new value of the slot's `mapped`.
-            ticket: the batch's ticket.
+            ticket: the batch's ticket; None: run it in this thread.
             kept: keep the slot's shared pages for a later request that begins with them.
         """
         tier_map, mapped = slot.tier_map, slot.mapped
-        job = Unmap(slot, low, mapped, slot.dirty, ticket, slot.head)
+        job = Unmap(slot, low, mapped, slot.dirty, ticket or DoneTicket(), slot.head)
         edits: list[list[Any]] = [
             [slot, "job", job],
             [slot, "kept", kept],
@@ -244,7 +232,8 @@ class Reclaimer:
             edits.append([slot, "tier_map", tier_map.without(low, mapped)])
         if slot.block:
             edits.append([slot, "large_end", slot.large_end_below(keep)])
-        return [*edits, [self, "coming", self.coming + job.pages]]
+        edits.append([self, "coming", self.coming + job.pages])
+        self.mapper.commit(edits, ops, slot.events, ticket=ticket)
 
     def cut(self, slot: Slot, keep: int) -> None:
         """Unmaps a running request's pages from `keep` on, in this thread.
@@ -254,7 +243,7 @@ class Reclaimer:
         if slot.job is not None:  # the batch can only be an unmap past the 2 MiB entry
             self.finish(slot.job)
         self._ops.clear()
-        self._add_unmap(self._ops, slot, keep, slot.mapped)
+        self._add_unmap(self._ops, slot, keep)
         self._run(slot, keep, keep)
         if slot.job is not None:
             self.finish(slot.job)
@@ -262,8 +251,7 @@ class Reclaimer:
     def _run(self, slot: Slot, low: int, keep: int) -> None:
         """Unmaps in this thread; records a failure as if the batch had run in the background."""
         try:
-            edits = self._unmap_edits(slot, low, keep, DoneTicket())
-            self.mapper.commit(edits, self._ops, slot.events)
+            self._commit(self._ops, slot, low, keep)
         except OutOfMemory:
             raise
         except VMemError as error:
@@ -291,27 +279,25 @@ class Reclaimer:
         """
         low = slot.shared
         if low < slot.mapped:
-            self._add_unmap(ops, slot, low, slot.mapped)
+            self._add_unmap(ops, slot, low)
         if not len(ops):
             self.table.change(slot, kept=True)
             return True
-        ticket = Ticket(self.mapper.context)
         try:
-            edits = self._unmap_edits(slot, low, low, ticket, kept=True)
-            self.mapper.commit(edits, ops, slot.events, ticket=ticket)
+            self._commit(ops, slot, low, low, Ticket(self.mapper.context), kept=True)
         except (TooManyBatches, OutOfMemory):
             return False
         return True
 
-    def _add_unmap(self, ops: OpBatch, slot: Slot, low: int, high: int) -> None:
-        """Adds the operation that unmaps pages [low, high) of a slot to `ops`.
+    def _add_unmap(self, ops: OpBatch, slot: Slot, low: int) -> None:
+        """Adds the operation that unmaps a slot's pages from `low` on to `ops`.
 
         A 2 MiB entry that is only partly in the range is split, so no GPU work may be reading any
         of its pages.
         """
         layout = self.layout
         size, stride = layout.page_size, layout.tensor_bytes
-        at, nbytes = slot.addr + low * size, (high - low) * size
+        at, nbytes = slot.addr + low * size, (slot.mapped - low) * size
         ops.unmap(at, nbytes, layout.num_tensors, stride, split=True)
 
     def failed(self, slot: Slot | None, error: VMemError) -> None:
@@ -328,99 +314,71 @@ class Reclaimer:
     def poll(self) -> None:
         """Records the results of finished unmaps."""
         for unmap in [unmap for unmap in self.unmaps if unmap.done()]:
-            self._finish(unmap)
+            self.finish(unmap)
 
-    def finish(self, unmap: Unmap | Slide) -> None:
-        """Waits for one unmap and records its result."""
-        self._finish(unmap, None)
-
-    def finish_all(self) -> None:
-        """Waits for every unmap and records the results."""
-        for unmap in list(self.unmaps):
-            self._finish(unmap, None)
-
-    def _finish(self, unmap: Unmap | Slide, timeout: float | None = 0.0) -> None:
-        """Waits up to `timeout` seconds (None: forever) for an unmap and records its result."""
-        if isinstance(unmap, Slide):
-            self._finish_slide(unmap, timeout)
-            return
-        slot, pages, span, off_device = unmap.slot, unmap.pages, unmap.span, unmap.off_device
-        left = [one for one in self.unmaps if one is not unmap]
+    def finish(self, unmap: Unmap | Slide, timeout: float | None = None) -> None:
+        """Waits for one unmap, up to `timeout` seconds (None: forever), and records its result."""
+        slots = unmap.slots if isinstance(unmap, Slide) else [unmap.slot]
         edits: list[list[Any]] = [
-            [self, "unmaps", left],
-            [self, "coming", self.coming - pages],
-            [slot, "job", None],
+            [self, "unmaps", [one for one in self.unmaps if one is not unmap]],
+            [self, "coming", self.coming - unmap.pages],
+            [slots, "job", [None] * len(slots)],
         ]
+        pages, span, off_device = unmap.pages, unmap.span, unmap.off_device
+        uses: dict[Span, int] = {}
         try:
             unmap.ticket.wait(timeout)
         except Timeout:
             return
         except VMemError as error:
-            self.failed(slot, error)
-            # The unmap was rolled back: the pages are still mapped.
-            if not isinstance(error, NotRecoverable):
-                edits += (
-                    [slot, "head", unmap.head],
-                    [slot, "kept", False],
-                    [slot, "tier_map", slot.tier_map.put(*unmap.tier_map.noted)],
-                    [slot, "mapped", unmap.high],
-                    # `dirty` may have increased since the unmap began.
-                    [slot, "dirty", max(slot.dirty, unmap.dirty)],
-                    [slot, "span", span + slot.span],
-                )
-                if slot.block:  # upper bound: the entries' sizes are not known
-                    edits.append([slot, "large_end", unmap.high - unmap.high % slot.block])
-                pages, span, off_device = 0, EMPTY, {}
-        if span.pages:
-            edits += self.shared.use_edits({}, {span: -1})
+            if isinstance(unmap, Slide):
+                pages, span, off_device, uses = self._undo_slide(unmap, error, edits)
+            else:
+                self.failed(unmap.slot, error)
+                if not isinstance(error, NotRecoverable):
+                    edits += _restored(unmap)
+                    pages, span, off_device = 0, EMPTY, {}
+        edits += self.shared.use_edits(uses, {span: -1} if span.pages else NOTHING)
         self.journal.change([*edits, *self.free_edits(pages, off_device)])
         self.drop_unheld()
 
-    def _finish_slide(self, slide: Slide, timeout: float | None) -> None:
-        """Implements `_finish` for pages that left the windows of slots."""
-        freed, slid, span, off_device = (
-            slide.pages,
-            self.slid,
-            slide.span,
-            Counter(slide.off_device),
-        )
+    def finish_all(self) -> None:
+        """Waits for every unmap and records the results."""
+        for unmap in list(self.unmaps):
+            self.finish(unmap)
+
+    def _undo_slide(
+        self, slide: Slide, error: VMemError, edits: list[list[Any]]
+    ) -> tuple[int, Span, Counter[Tier], Counter[Span]]:
+        """Appends the edits for pages that a failed slide left mapped.
+
+        Returns:
+            For broken slots, whose pages count as freed: the pages per tensor, the shared pages and
+            the off-device pages. Then, the requests that use shared pages again.
+        """
+        if not slide.quiet:
+            self.failed(None, error)
+        pieces = list(zip(slide.slots, slide.lows, slide.heads, strict=True))
+        if isinstance(error, NotRecoverable):
+            self.mark_broken(pieces)
+        freed, slid, span, off_device = slide.pages, self.slid, EMPTY, Counter(slide.off_device)
         uses: Counter[Span] = Counter()
-        edits: list[list[Any]] = [
-            [self, "unmaps", [one for one in self.unmaps if one is not slide]],
-            [slide.slots, "job", [None] * len(slide.slots)],
-            [self, "coming", self.coming - slide.pages],
-        ]
-        try:
-            slide.ticket.wait(timeout)
-        except Timeout:
-            return
-        except VMemError as error:
-            if not slide.quiet:
-                self.failed(None, error)
-            pieces = list(zip(slide.slots, slide.lows, slide.heads, strict=True))
-            if isinstance(error, NotRecoverable):
-                self.mark_broken(pieces)
-            span = EMPTY
-            for (slot, low, head), owner, share in zip(
-                pieces, slide.owners, slide.shares, strict=True
-            ):
-                if slot.broken:
-                    span = span + share
-                    continue
-                # The unmap was rolled back: the pages are still mapped.
-                tier_map = slot.tier_map.put(*slide.tier_map.get(slot, ALL_ON_DEVICE).noted)
-                outside = tier_map.off_device(low + share.pages, head)
-                off_device.subtract(outside)
-                freed -= head - low - share.pages - sum(outside.values())
-                edits += ([slot, "head", low], [slot, "tier_map", tier_map])
-                edits.append([slot, "span", share + slot.span])
-                if slot.owner == owner:
-                    slid -= head - low
-                    uses[share] += 1
-            edits.append([self, "slid", slid])
-        edits += self.shared.use_edits(uses, {span: -1} if span.pages else NOTHING)
-        self.journal.change([*edits, *self.free_edits(freed, off_device)])
-        self.drop_unheld()
+        for (slot, low, head), owner, share in zip(pieces, slide.owners, slide.shares, strict=True):
+            if slot.broken:
+                span = span + share
+                continue
+            # The unmap was rolled back: the pages are still mapped.
+            tier_map = slot.tier_map.put(*slide.tier_map.get(slot, ALL_ON_DEVICE).noted)
+            outside = tier_map.off_device(low + share.pages, head)
+            off_device.subtract(outside)
+            freed -= head - low - share.pages - sum(outside.values())
+            edits += ([slot, "head", low], [slot, "tier_map", tier_map])
+            edits.append([slot, "span", share + slot.span])
+            if slot.owner == owner:
+                slid -= head - low
+                uses[share] += 1
+        edits.append([self, "slid", slid])
+        return freed, span, off_device, uses
 
     def lend(self, span: Span) -> None:
         """Holds a reference to these pages until the next call to `lend`."""
@@ -502,16 +460,11 @@ class Reclaimer:
             ops.unmap(at, size, split=True)
         span, first = slot.span, slot.shared
         own, off_device = slot.mapped - first, slot.tier_map.off_device(first, slot.mapped)
-        gone = {
-            "span": EMPTY,
-            "mapped": 0,
-            "large_end": 0,
-            "head": 0,
-            "dirty": 0,
-            "rows_lost": False,
-        }
-        edits: list[list[Any]] = [[slot, name, value] for name, value in gone.items()]
-        edits += ([slot, "broken", quarantined], [slot, "tier_map", ALL_ON_DEVICE])
+        edits: list[list[Any]] = [
+            *([slot, name, 0] for name in ("mapped", "large_end", "head", "dirty")),
+            *([slot, "span", EMPTY], [slot, "tier_map", ALL_ON_DEVICE]),
+            *([slot, "rows_lost", False], [slot, "broken", quarantined]),
+        ]
         edits += self.free_edits(own - sum(off_device.values()), off_device)
         edits += self.shared.use_edits({}, {span: -1})
         self.mapper.commit(edits, ops, slot.events)
@@ -527,10 +480,8 @@ class Reclaimer:
         first, *others = self.errors
         self.errors.clear()
         if others:
-            first.args = (
-                f"{first}; and {len(others)} more background batches failed",
-                *first.args[1:],
-            )
+            text = f"{first}; and {len(others)} more background batches failed"
+            first.args = (text, *first.args[1:])
         raise first
 
     # ---- choosing victims ------------------------------------------------------------------------
@@ -568,8 +519,7 @@ class Reclaimer:
 
     def drop_mapping_errors(self) -> None:
         """Discards errors from background growth that ran out of mappings and was rolled back."""
-        if self.errors:
-            self.errors = [one for one in self.errors if not isinstance(one, TooManyMappings)]
+        self.errors = [one for one in self.errors if not isinstance(one, TooManyMappings)]
 
     def make_room(
         self, pages: int, keep: Mapping[Slot, int], own: int = 0, prefixes: bool = True
@@ -621,12 +571,9 @@ class Reclaimer:
     @property
     def leaving(self) -> int:
         """Number of physical pages of evicted prefixes that unmapping slots will free."""
-        return self.shared.leaving(self._going()) * self.layout.num_tensors
-
-    def _going(self) -> list[Span]:
-        """Returns the shared pages that are being unmapped or will be."""
         stale = [slot.span for slot in self.table.stale if not slot.kept]
-        return [unmap.span for unmap in self.unmaps] + stale
+        going = [unmap.span for unmap in self.unmaps] + stale  # now or later
+        return self.shared.leaving(going) * self.layout.num_tensors
 
     def begin_unmaps(self, pages: int, keep: Mapping[Slot, int], *, now: bool = True) -> None:
         """Starts unmapping until `pages` physical pages are being unmapped.
@@ -700,11 +647,8 @@ class Reclaimer:
             job = slot.job
             if self.table.slots[slot.index] is not slot:
                 continue  # a slot of another group
-            if (
-                slot.mapped == slot.granted
-                or slot.rows_lost
-                or not (job is None or job.takes_pages)
-            ):
+            grows = job is not None and not job.takes_pages
+            if slot.mapped == slot.granted or slot.rows_lost or grows:
                 continue  # not included in `columns.spare`
             spare += slot.spare_beyond(keep[slot]) - slot.spare_beyond(0)
         return spare + self.shared.pages - self.shared.used - self.leased()
@@ -720,21 +664,11 @@ class Reclaimer:
         """Returns how many physical pages no request owns, including those being unmapped."""
         return self.returning + self.spare(keep) * self.layout.num_tensors
 
-    def release_below(self, free_pages: int) -> None:
-        """Starts unmapping free slots until `free_pages` pages are free or being unmapped."""
-        missing = free_pages - self.projected_free - self.returning
-        tensors = self.layout.num_tensors
-        if missing <= 0:
-            return
-        for slot in self.table.victims(active=False):
-            take = self._share_of(slot, slot.spare, -(-missing // tensors))
-            if take <= 0:
-                continue
-            if not self.try_unmap(slot, slot.mapped - take):
-                return
-            missing -= take * tensors
-            if missing <= 0:
-                return
+    def keep_watermark(self) -> None:
+        """Starts unmapping free slots until memory is not scarce or will no longer be."""
+        missing = self.low_pages - self.projected_free - self.returning
+        if missing > 0:
+            self._begin_unmaps(self.table.victims(active=False), missing, 0, {}, now=False)
 
     def release_before(self, step: int, prepared: Slot | None, keep: int) -> bool:
         """Starts unmapping slots freed at `step` or earlier.
@@ -804,6 +738,23 @@ class Reclaimer:
         return missing <= 0
 
 
+def _restored(unmap: Unmap) -> list[list[Any]]:
+    """Returns the edits for an unmap that was rolled back: the pages are still mapped."""
+    slot, high = unmap.slot, unmap.high
+    edits: list[list[Any]] = [
+        [slot, "head", unmap.head],
+        [slot, "kept", False],
+        [slot, "tier_map", slot.tier_map.put(*unmap.tier_map.noted)],
+        [slot, "mapped", high],
+        # `dirty` may have increased since the unmap began.
+        [slot, "dirty", max(slot.dirty, unmap.dirty)],
+        [slot, "span", unmap.span + slot.span],
+    ]
+    if slot.block:  # upper bound: the entries' sizes are not known
+        edits.append([slot, "large_end", high - high % slot.block])
+    return edits
+
+
 def wait_for_unmaps(reclaimers: Sequence[Reclaimer], enough: Callable[[], bool]) -> None:
     """Waits until `enough` returns True or no unmap is in flight."""
     while not enough():
@@ -812,6 +763,6 @@ def wait_for_unmaps(reclaimers: Sequence[Reclaimer], enough: Callable[[], bool])
             return
         # The unmaps may complete in any order, so wait for each only briefly.
         for one, unmap in pending:
-            one._finish(unmap, None if len(pending) == 1 else _SLICE_S)
+            one.finish(unmap, None if len(pending) == 1 else _SLICE_S)
             if enough():
                 return

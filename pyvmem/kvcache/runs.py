@@ -61,9 +61,7 @@ class Runs:
         refused: text of the error if the last growth ran out of mappings; otherwise "".
     """
 
-    def __init__(
-        self, reclaimer: Reclaimer, mover: Mover, config: KVCacheConfig, device: int | None
-    ) -> None:
+    def __init__(self, reclaimer: Reclaimer, mover: Mover, config: KVCacheConfig) -> None:
         self._reclaimer = reclaimer
         self._mover = mover
         self._mapper = reclaimer.mapper
@@ -71,12 +69,9 @@ class Runs:
         self._table = reclaimer.table
         self._layout = layout = reclaimer.layout
         self._counters = reclaimer.counters
-        self._device = device
         self.limit = self._context.info.max_mappings
-        self._fraction = config.growth_fraction
         self.join_at = int(config.join_at * self.limit)
-        self._joins = Caps.JOIN in self._context.info.caps
-        self.joins = self._joins and self.join_at > 0
+        self.joins = Caps.JOIN in self._context.info.caps and self.join_at > 0
         self._chunk = max(1, _RUN_BYTES // layout.page_size)
         self._used = self._seen = 0  # mappings, and pages grown, at the last count
         self._count()
@@ -86,8 +81,8 @@ class Runs:
         self._columns = columns = self._table.columns
         self._calls, self._joined = columns.calls, columns.joined
         columns.runs.last, columns.runs.tensors = layout.slot_pages, layout.num_tensors
-        columns.runs.longest = self._chunk if self._fraction else 1
-        columns.runs.fraction = self._fraction
+        columns.runs.longest = self._chunk if config.growth_fraction else 1
+        columns.runs.fraction = config.growth_fraction
         # A small cache gains nothing from 2 MiB entries.
         large = reclaimer.limit * layout.page_size >= migration.REACH
         reclaimer.block = layout.block if large else 0
@@ -171,24 +166,16 @@ class Runs:
             return None
         self.read_free(room=room)
         # Only slots in use get surplus pages.
-        idle, places = 0, []
-        needs, mapped, heads, goals = [], [], [], []
-        for place, (slot, pages) in enumerate(want):
-            goals.append(pages)
-            if slot.active:
-                places.append(place)
-                needs.append(pages)
-                mapped.append(slot.mapped)
-                heads.append(slot.head)
-            elif pages > slot.mapped:
-                idle += pages - slot.mapped
+        used = [(slot, pages) for slot, pages in want if slot.active]
+        idle = sum([max(0, pages - slot.mapped) for slot, pages in want if not slot.active])
         runs.free -= min(runs.free, idle)
+        needs = [pages for _, pages in used]
+        mapped, heads = [slot.mapped for slot, _ in used], [slot.head for slot, _ in used]
         found = self._columns.goals(needs, mapped, heads)
         if found == needs:
             return None
-        for place, goal in zip(places, found, strict=True):
-            goals[place] = goal
-        return goals
+        goals = iter(found)
+        return [next(goals) if slot.active else pages for slot, pages in want]
 
     def grown(self, pieces: Sequence[Piece]) -> None:
         """Records newly mapped pages; called only if mappings are limited."""
@@ -222,8 +209,9 @@ class Runs:
         """Estimates how many mappings running requests and free slots have, respectively."""
         found = [0, 0]
         for slot in self._table:
-            found[not slot.active] += min(self._calls[slot.index], slot.mapped)
-        return found[0] * self._layout.num_tensors, found[1] * self._layout.num_tensors
+            calls = min(self._calls[slot.index], slot.mapped)
+            found[not slot.active] += calls * self._layout.num_tensors
+        return found[0], found[1]
 
     @property
     def left(self) -> int:
@@ -256,7 +244,7 @@ class Runs:
         if not slots:
             return
         slots.sort(key=lambda slot: -self._calls[slot.index])
-        self._wait()
+        wait_for_device(self._stream, self._mover.device)
         with self._counters.waiting():
             for slot in slots:
                 if spare <= 0 or most <= 0:
@@ -314,7 +302,3 @@ class Runs:
         self._calls[slot.index] = 1
         self._joined[slot.index] = slot.mapped
         return calls
-
-    def _wait(self) -> None:
-        """Waits for all work on the device, on every stream."""
-        wait_for_device(self._stream, self._device)
