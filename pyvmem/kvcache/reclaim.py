@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,7 +26,7 @@ from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.pages import ALL_ON_DEVICE, EMPTY, NOTHING, SharedPages, Span, Tier
 from pyvmem.kvcache.slots import DoneTicket, Piece, Slide, Slot, SlotTable, Unmap
 from pyvmem.kvcache.stats import Counters
-from pyvmem.memory.info import RangeFlags
+from pyvmem.memory.info import RangeFlags, RangeInfo
 from pyvmem.memory.ops import OpBatch
 from pyvmem.memory.pages import Ticket
 from pyvmem.plumbing.logs import warn
@@ -194,14 +194,7 @@ class Reclaimer:
             self._run(slot, low, keep)
 
     def _commit(
-        self,
-        ops: OpBatch,
-        slot: Slot,
-        low: int,
-        keep: int,
-        ticket: Ticket | None = None,
-        *,
-        kept: bool = False,
+        self, ops: OpBatch, slot: Slot, low: int, keep: int, ticket: Any = None, kept: bool = False
     ) -> None:
         """Runs or submits a batch that unmaps a slot's pages from `low` on, with its edits.
 
@@ -425,16 +418,21 @@ class Reclaimer:
 
     def mark_broken(self, pieces: list[Piece]) -> None:
         """Retires each slot that has a quarantined page, after a failed rollback."""
-        layout = self.layout
         for slot, low, high in pieces:
-            for tensor in range(layout.num_tensors):
-                at = slot.addr + layout.offset(0, low, tensor)
-                end = at + (high - low) * layout.page_size
-                while at < end and not slot.broken:
-                    info = self.mapper.query(at)
-                    if RangeFlags.QUARANTINED in info.flags:
-                        self.table.mark_broken(slot)
-                    at += info.run_bytes
+            runs = self._runs(slot, low, high)
+            if not slot.broken and any(RangeFlags.QUARANTINED in info.flags for *_, info in runs):
+                self.table.mark_broken(slot)
+
+    def _runs(self, slot: Slot, low: int, high: int) -> Iterator[tuple[int, int, RangeInfo]]:
+        """Yields the address, the size and the state of the runs in pages [low, high) of a slot."""
+        for tensor in range(self.layout.num_tensors):
+            at = slot.addr + self.layout.offset(0, low, tensor)
+            end = at + (high - low) * self.layout.page_size
+            while at < end:
+                info = self.mapper.query(at)
+                size = min(info.run_bytes, end - at)
+                yield at, size, info
+                at += size
 
     def salvage(self, slot: Slot) -> None:
         """Unmaps the remaining pages of a freed request that lost its rows, after its GPU work.
@@ -442,22 +440,12 @@ class Reclaimer:
         Raises:
             VMemError: they could not be unmapped; nothing has changed.
         """
-        layout = self.layout
-        runs: list[tuple[int, int]] = []
-        quarantined = False
-        for tensor in range(layout.num_tensors):
-            at = slot.addr + layout.offset(0, 0, tensor)
-            end = at + slot.mapped * layout.page_size
-            while at < end:
-                info = self.mapper.query(at)
-                size = min(info.run_bytes, end - at)
-                if info.mapped:
-                    runs.append((at, size))
-                quarantined |= RangeFlags.QUARANTINED in info.flags
-                at += size
+        runs = list(self._runs(slot, 0, slot.mapped))
+        quarantined = any(RangeFlags.QUARANTINED in info.flags for *_, info in runs)
         ops = OpBatch(len(runs) or 1)
-        for at, size in runs:
-            ops.unmap(at, size, split=True)
+        for at, size, info in runs:
+            if info.mapped:
+                ops.unmap(at, size, split=True)
         span, first = slot.span, slot.shared
         own, off_device = slot.mapped - first, slot.tier_map.off_device(first, slot.mapped)
         edits: list[list[Any]] = [
@@ -489,17 +477,12 @@ class Reclaimer:
     @property
     def free(self) -> int:
         """Number of physical pages that the cache could allocate now."""
-        own = self.limit - self.device_pages
-        if self.share is None:
-            return own
-        return min(own, self.share.room() // self.layout.page_size)
+        return min(self.limit - self.device_pages, self.room // self.layout.page_size)
 
     @property
     def projected_free(self) -> int:
         """`free` plus the pages that the budget could still get; compared with the watermark."""
-        if self.share is None:
-            return self.free
-        room = self.share.room() + self.share.beyond()
+        room = self.room + (0 if self.share is None else self.share.beyond())
         return min(self.limit - self.device_pages, room // self.layout.page_size)
 
     @property
@@ -590,13 +573,7 @@ class Reclaimer:
         self._begin_unmaps(self.table.victims(), pages, pending, keep, now=now)
 
     def _begin_unmaps(
-        self,
-        slots: Iterable[Slot],
-        pages: int,
-        pending: int,
-        keep: Mapping[Slot, int],
-        *,
-        now: bool,
+        self, slots: Iterable[Slot], pages: int, pending: int, keep: Mapping[Slot, int], now: bool
     ) -> int:
         """Starts unmapping pages of `slots` until `pages` physical pages are being unmapped.
 
