@@ -23,11 +23,6 @@ _LOOKS = 4  # checks per idle_seconds, so trimming is at most 1 / _LOOKS of this
 _PAUSE_S = 0.001  # pause between two pieces of work, so that a waiting call gets the lock
 
 
-def _activity(manager: Manager) -> list[tuple[int, int, int, int]]:
-    """Returns a value that changes with every call that allocates, frees or steps a request."""
-    return [group.activity() for group in manager.groups]
-
-
 class IdleThread:
     """Trims a cache once per idle period, after `seconds` of idleness.
 
@@ -86,7 +81,7 @@ class IdleThread:
         if manager is None:
             self.end()
             return
-        now = _activity(manager)
+        now = [group.activity() for group in manager.groups]
         if now != self._seen:
             self._seen, self._quiet, self._trimmed = now, 0, False
             return
@@ -107,7 +102,7 @@ class IdleThread:
             with manager.lock, manager.journal:
                 if self._ended.is_set() or manager.closed or not manager.context.is_open:
                     return True
-                if _activity(manager) != self._seen:
+                if [group.activity() for group in manager.groups] != self._seen:
                     return False
                 try:
                     more = piece(manager)

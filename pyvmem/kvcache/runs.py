@@ -240,7 +240,13 @@ class Runs:
         Stops after about `most` driver calls, or when about `spare` mappings are freed.
         """
         tensors = self._layout.num_tensors
-        slots = [slot for slot in self._table if self._can_join(slot)]
+        slots = [
+            slot
+            for slot in self._table
+            if self._calls[slot.index] >= _LEAST
+            and slot.active
+            and not (slot.job or slot.rows_lost or slot in self._mover.moves)
+        ]
         if not slots:
             return
         slots.sort(key=lambda slot: -self._calls[slot.index])
@@ -262,15 +268,6 @@ class Runs:
                     break
         before = self._used
         _log.debug("joining: %d mappings, down from %d", self._count(), before)
-
-    def _can_join(self, slot: Slot) -> bool:
-        return (
-            slot.active
-            and slot.job is None
-            and not slot.rows_lost
-            and self._calls[slot.index] >= _LEAST
-            and slot not in self._mover.moves
-        )
 
     def _pieces(self, slot: Slot) -> int:
         """Returns how many runs per tensor would remain after joining a slot.
