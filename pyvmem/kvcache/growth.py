@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import Any, TypeAlias
 
 from pyvmem import _native
-from pyvmem._native import Columns, Grown, Outcome
+from pyvmem._native import Grown, Outcome
 from pyvmem.errors import NotRecoverable, OutOfMemory, TooManyMappings, VMemError
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.config import KVCacheConfig
@@ -71,7 +71,6 @@ class Pager:
             background.
         page_bytes: total size in bytes of one page in every tensor.
         ops: the batch that grows the slots of all groups.
-        array: the C array of the operations in `ops`.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class Pager:
         self.mover = mover
         self.runs = Runs(reclaimer, mover, config)
         self.mapper = reclaimer.mapper
-        self.journal = reclaimer.mapper.journal
+        self.journal = reclaimer.journal
         self.layout = reclaimer.layout
         self.counters = reclaimer.counters
         self.columns = columns = reclaimer.table.columns
@@ -89,15 +88,15 @@ class Pager:
         self.growths: list[Growth] = []
         self.granted_pages = 0
         self.page_bytes = self.layout.page_size * self.layout.num_tensors
-        self.ops, self.array = ops, ops.array
+        self.ops = ops
         self._zero_fill = config.zero_fill
         self.layout.describe(columns.place, reclaimer.table[0].addr)
         columns.place.op_flags = _SPREAD if config.zero_fill else _SPREAD | _DIRTY
-        self.ahead = 0
-        if not (self.layout.state or reclaimer.table.lockstep):
-            # Requests get pages ahead only once all their mapped pages are granted, so a step that
-            # needs no other pages does not wait for growth in flight.
-            self.ahead = min(config.ahead_tokens, self.layout.page_size // self.layout.row_bytes)
+        # Requests get pages ahead only once all their mapped pages are granted, so a step that
+        # needs no other pages does not wait for growth in flight.
+        most = self.layout.page_size // self.layout.row_bytes
+        never = self.layout.state or reclaimer.table.lockstep
+        self.ahead = 0 if never else min(config.ahead_tokens, most)
 
     @property
     def used_pages(self) -> int:
@@ -140,16 +139,16 @@ class Pager:
             except TypeError:
                 raise invalid(f"seq_lens must hold whole numbers, not {lens!r:.80}") from None
             found = self.columns.scan(lens)
-        if isinstance(found, int):
-            index, longest = found % count, self.layout.max_rows
-            length = lens[index]
-            if 0 <= length <= longest:
-                raise invalid(
-                    f"seq_lens[{index}] is {length}, but reqid {index} is not taken: "
-                    "call alloc_reqid first"
-                )
-            bound = "it must not be negative" if length < 0 else f"max_seq_len is {longest}"
-            raise invalid(f"seq_lens[{index}] is {length}; {bound}", limit=longest)
+            if isinstance(found, int):
+                index, longest = found % count, self.layout.max_rows
+                length = lens[index]
+                if 0 <= length <= longest:
+                    raise invalid(
+                        f"seq_lens[{index}] is {length}, but reqid {index} is not taken: "
+                        "call alloc_reqid first"
+                    )
+                bound = "it must not be negative" if length < 0 else f"max_seq_len is {longest}"
+                raise invalid(f"seq_lens[{index}] is {length}; {bound}", limit=longest)
         return found
 
     def wants(self, short: list[int]) -> Want:
@@ -168,8 +167,8 @@ class Pager:
         is short of memory.
         """
         reclaimer, layout = self.reclaimer, self.layout
-        kept = reclaimer.low_pages
-        room = (min(reclaimer.free, reclaimer.projected_free) - kept) // layout.num_tensors
+        free = min(reclaimer.free, reclaimer.projected_free) - reclaimer.low_pages
+        room = free // layout.num_tensors
         if room <= 0:
             return
         near = self.columns.near(self.ahead, room)
@@ -527,11 +526,10 @@ def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) ->
         Nothing has changed then, and the caller must call `grow`.
     """
     first = pagers[0]
-    ops, array = first.ops, first.array
+    ops, array = first.ops, first.ops.array
     context, share = first.mapper.context, first.reclaimer.share
     room = None if share is None else share.room()
     each: list[tuple[Pager, Grown]] = []
-    columns: list[Columns] = []
     written = 0
     for pager in pagers:
         pager.runs.read_free(pager.reclaimer.low_pages if ahead else 0, room)
@@ -541,7 +539,6 @@ def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) ->
         if grown.added and pager.runs.spreads:
             pager.runs.provide(grown.added * pager.layout.num_tensors)
         each.append((pager, grown))
-        columns.append(pager.columns)
         written += grown.ops
         if room is not None:
             room -= grown.added * pager.page_bytes
@@ -574,7 +571,7 @@ def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) ->
     first.journal.entries.append(outcome)
     try:
         if ticket is None:
-            waits = first.counters.waits
+            columns, waits = list(map(attrgetter("columns"), pagers)), first.counters.waits
             _native.extend(context.handle, columns, array, written, outcome, waits)
         else:
             ops.wrote(written)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 from array import array
+from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 from operator import itemgetter
 from typing import Any, TypeAlias
 
@@ -128,19 +130,17 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
 def step_async(groups: Sequence[Group], seq_lens: Sequence[int]) -> int:
     """Implements `KVCache.step_async`, in all groups or none. Returns 0 or -1."""
     begun = []
-    lacking = False
     for group in groups:
-        _, _, short = group.pager.scan(seq_lens)
+        *_, short = group.pager.scan(seq_lens)
         if group.reclaimer.unmaps:
             group.reclaimer.poll()
         if group.mover.cancelled:
             group.mover.sweep()
         begun.append((group, short))
-        lacking = lacking or bool(short)
-    if lacking and not _begin_growing(begun):
-        _note_short(groups)
-        return -1
-    if lacking:
+    if any(map(itemgetter(1), begun)):
+        if not _begin_growing(begun):
+            _note_short(groups)
+            return -1
         _keep_watermarks(groups)
     for group in groups:
         group.counters.steps_async += 1
@@ -293,18 +293,14 @@ def _select_fitting(wants: Wants) -> list[tuple[Pager, Want]]:
 
     A decoding request then need not wait for the memory that another request's prompt needs.
     """
-    lacking: dict[int, int] = {}
+    lacking: Counter[int] = Counter()
     for pager, want in wants:
         for slot, pages in want:
-            more = max(0, pages - slot.grows_from) * pager.page_bytes
-            lacking[slot.index] = lacking.get(slot.index, 0) + more
+            lacking[slot.index] += max(0, pages - slot.grows_from) * pager.page_bytes
     room = wants[0][0].reclaimer.room
-    chosen = set[int]()
-    for index in sorted(lacking, key=lacking.__getitem__):
-        room -= lacking[index]
-        if room < 0:
-            break
-        chosen.add(index)
+    order = sorted(lacking, key=lacking.__getitem__)
+    totals = accumulate(map(lacking.__getitem__, order))
+    chosen = {index for index, total in zip(order, totals, strict=True) if total <= room}
     some = [(pager, [one for one in want if one[0].index in chosen]) for pager, want in wants]
     if fit(needs_of(some)):
         return some
