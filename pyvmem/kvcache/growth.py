@@ -71,6 +71,7 @@ class Pager:
             background.
         page_bytes: total size in bytes of one page in every tensor.
         ops: the batch that grows the slots of all groups.
+        array: the C array of the operations in `ops`.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Pager:
         self.growths: list[Growth] = []
         self.granted_pages = 0
         self.page_bytes = self.layout.page_size * self.layout.num_tensors
-        self.ops = ops
+        self.ops, self.array = ops, ops.array
         self._zero_fill = config.zero_fill
         self.layout.describe(columns.place, reclaimer.table[0].addr)
         columns.place.op_flags = _SPREAD if config.zero_fill else _SPREAD | _DIRTY
@@ -526,7 +527,7 @@ def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) ->
         Nothing has changed then, and the caller must call `grow`.
     """
     first = pagers[0]
-    ops, array = first.ops, first.ops.array
+    ops, array = first.ops, first.array
     context, share = first.mapper.context, first.reclaimer.share
     room = None if share is None else share.room()
     each: list[tuple[Pager, Grown]] = []
