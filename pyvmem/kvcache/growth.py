@@ -208,26 +208,20 @@ class Pager:
         if self.runs.limit:
             self.runs.grown(job.pieces)
 
-    def plan(
-        self, want: Want, goals: Sequence[int] | None, after: list[Any]
-    ) -> tuple[Growth, list[Piece]]:
+    def plan(self, want: Want, goals: Sequence[int] | None) -> Growth:
         """Adds map operations for new pages, and fills of reused pages, to `ops`.
 
-        Adds only those zero-fills that need not wait for GPU work.
+        Adds only those zero-fills that need not wait for GPU work. Returns the `Growth`, not yet
+        recorded.
 
         Args:
             want: slots without a batch in flight, and how many pages per tensor each needs.
             goals: for each slot, the pages per tensor to map, at least as many as it needs; None:
                 exactly as many as it needs.
-            after: a list, to which this adds the GPU work that the deferred fills must follow.
-
-        Returns:
-            The `Growth`, not yet recorded, and the deferred fills.
         """
         ops, layout = self.ops, self.layout
         size, tensors, dirty = layout.page_size, layout.num_tensors, not self._zero_fill
         job = Growth([slot for slot, _ in want])
-        late: list[Piece] = []
         for place, (slot, pages) in enumerate(want):
             low, granted = slot.mapped, slot.granted
             if pages > low:
@@ -249,11 +243,10 @@ class Pager:
             if not self._zero_fill:
                 job.handover.extend(slot.events)
             elif slot.events:
-                late.append((slot, granted, end))
-                after.extend(slot.events)
+                job.late.append((slot, granted, end))
             else:
                 job.zeroed_pages += self.fill(ops, [(slot, granted, end)])
-        return job, late
+        return job
 
     def fill(self, ops: OpBatch, pieces: Sequence[Piece]) -> int:
         """Adds zero-fills to `ops`; returns the number of physical pages that they fill."""
@@ -506,8 +499,6 @@ Wants: TypeAlias = Sequence[tuple[Pager, Want]]
 """The groups of a cache, with what each wants."""
 Needs: TypeAlias = Sequence[tuple[Pager, int]]
 """Groups that share a budget, with the physical pages that each must map."""
-_Part: TypeAlias = tuple[Pager, Growth, list[Piece]]
-"""The planned growth of one group, with the fills that must wait for GPU work."""
 
 
 def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) -> bool:
@@ -626,7 +617,7 @@ def grow(wants: Wants, *, background: bool, reclaim: bool = True) -> bool:
             if not reclaim or not reclaim_for(needs, keep):
                 return False
             continue  # count again: reclaiming may have unmapped surplus pages of these slots
-        parts, after = list[_Part](), list[Any]()
+        parts = []
         first.ops.clear()
         room, beyond = None if share is None else share.room(), False
         for pager, want in wants:
@@ -634,11 +625,11 @@ def grow(wants: Wants, *, background: bool, reclaim: bool = True) -> bool:
                 continue
             goals = None if exact else pager.runs.goals(want, room)
             beyond |= goals is not None
-            job, late = pager.plan(want, goals, after)
-            parts.append((pager, job, late))
+            job = pager.plan(want, goals)
+            parts.append((pager, job))
             if room is not None:
                 room -= job.new_pages * pager.layout.page_size
-        error = _begin(parts, after, background=background)
+        error = _begin(parts, background=background)
         if error is None:
             return True
         if beyond:  # retry without surplus pages before reclaiming
@@ -649,7 +640,7 @@ def grow(wants: Wants, *, background: bool, reclaim: bool = True) -> bool:
             return False
 
 
-def _begin(parts: Sequence[_Part], after: list[Any], *, background: bool) -> VMemError | None:
+def _begin(parts: Sequence[tuple[Pager, Growth]], *, background: bool) -> VMemError | None:
     """Runs or submits the planned growth of all groups as one batch, and records it.
 
     Returns:
@@ -658,12 +649,12 @@ def _begin(parts: Sequence[_Part], after: list[Any], *, background: bool) -> VMe
     first = parts[0][0]
     ops, mapper = first.ops, first.mapper
     mapping = Ticket(mapper.context) if background and len(ops) else None
-    late = sum(len(pieces) for *_, pieces in parts)
-    wait = bool(mapping or late or any(job.handover for _, job, _ in parts))
-    filling, fills = Ticket(mapper.context), OpBatch(late or 1)
+    late = [piece for _, job in parts for piece in job.late]
+    wait = bool(mapping or late or any(job.handover for _, job in parts))
+    filling, fills = Ticket(mapper.context), OpBatch(len(late) or 1)
     edits: list[list[Any]] = []
     filled: list[list[Any]] = []
-    for pager, job, pieces in parts:
+    for pager, job in parts:
         if job.new_pages and pager.runs.spreads:
             pager.runs.provide(job.new_pages)
         job.mapping, job.quiet, counters = mapping, pager is not first, pager.counters
@@ -676,7 +667,7 @@ def _begin(parts: Sequence[_Part], after: list[Any], *, background: bool) -> VMe
             ends = [one.large_end_with(low, high, one.large_end) for one, low, high in job.pieces]
             edits.append([slots, "large_end", ends])
         if late:
-            pages = pager.fill(fills, pieces)
+            pages = pager.fill(fills, job.late)
             filled += (
                 [job, "grants", job.grants],
                 [job, "filling", filling],
@@ -692,11 +683,12 @@ def _begin(parts: Sequence[_Part], after: list[Any], *, background: bool) -> VMe
         except (OutOfMemory, TooManyMappings) as error:
             return error
         except NotRecoverable:
-            for pager, job, _ in parts:
+            for pager, job in parts:
                 pager.reclaimer.mark_broken(job.pieces)
             raise
         edits = []
     if late:
+        after = [event for slot, *_ in late for event in slot.events]
         mapper.commit(edits + filled, fills, after, ticket=filling)
     elif edits:
         first.journal.change(edits)
