@@ -276,7 +276,7 @@ class Pager:
             if not needed and not (over and all(map(is_over, job.handover))):
                 continue
             with nullcontext() if over else self.counters.waiting():
-                error = self._complete(job, stream, on_cpu=on_cpu)
+                error = self._complete(job, stream, on_cpu)
             first = first or error
         if first is not None:
             raise first
@@ -380,9 +380,7 @@ class Pager:
         pages = sum(slot.splittable_beyond(keep.get(slot, 0)) for slot in self.reclaimer.table)
         return pages * self.layout.num_tensors
 
-    def fewer_mappings(
-        self, pages: int, keep: Mapping[Slot, int] | None, *, background: bool = False
-    ) -> bool:
+    def fewer_mappings(self, pages: int, keep: Mapping[Slot, int] | None, background: bool) -> bool:
         """Frees mappings by joining runs or, failing that, unmapping unowned pages.
 
         Returns False if it freed none.
@@ -401,9 +399,7 @@ class Pager:
 
     # ---- completing growth and granting pages ----------------------------------------------------
 
-    def _complete(
-        self, job: Growth, stream: Any = None, *, on_cpu: bool = True
-    ) -> VMemError | None:
+    def _complete(self, job: Growth, stream: Any = None, on_cpu: bool = True) -> VMemError | None:
         """Waits for `job`, then grants its pages or, if it failed, undoes it.
 
         With `on_cpu`, this also waits on the CPU for its fills and for earlier owners' work,
@@ -524,7 +520,7 @@ def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) ->
     each: list[tuple[Pager, Grown]] = []
     written = 0
     for pager in pagers:
-        pager.runs.read_free(pager.reclaimer.low_pages if ahead else 0, room)
+        pager.runs.read_free(room, pager.reclaimer.low_pages if ahead else 0)
         grown = pager.columns.plan(array + written)
         if grown is None:
             return False
@@ -605,7 +601,7 @@ def grow(wants: Wants, *, background: bool, reclaim: bool = True) -> bool:
     first, keep = wants[0][0], {slot: pages for _, want in wants for slot, pages in want}
     if not keep:
         return True
-    share, exact = first.reclaimer.share, False
+    exact = False
     while True:
         for pager, want in wants:
             for slot, _ in want:
@@ -619,7 +615,7 @@ def grow(wants: Wants, *, background: bool, reclaim: bool = True) -> bool:
             continue  # count again: reclaiming may have unmapped surplus pages of these slots
         parts = []
         first.ops.clear()
-        room, beyond = None if share is None else share.room(), False
+        room, beyond = first.reclaimer.room, False
         for pager, want in wants:
             if not want:
                 continue
@@ -627,8 +623,7 @@ def grow(wants: Wants, *, background: bool, reclaim: bool = True) -> bool:
             beyond |= goals is not None
             job = pager.plan(want, goals)
             parts.append((pager, job))
-            if room is not None:
-                room -= job.new_pages * pager.layout.page_size
+            room -= job.new_pages * pager.layout.page_size
         error = _begin(parts, background=background)
         if error is None:
             return True
@@ -839,7 +834,7 @@ def reclaim_after(
     """
     lockstep = needs[0][0].reclaimer.table.lockstep
     if isinstance(error, TooManyMappings):
-        back = any(one.fewer_mappings(pages, keep, background=background) for one, pages in needs)
+        back = any(one.fewer_mappings(pages, keep, background) for one, pages in needs)
     else:
         back = keep is not None and not lockstep and reclaim_for(needs, keep, more=True)
     if lockstep and not back:

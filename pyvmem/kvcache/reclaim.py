@@ -184,29 +184,37 @@ class Reclaimer:
         low = max(keep, slot.head)
         if low >= slot.mapped:
             return
-        self._ops.clear()
-        self._add_unmap(self._ops, slot, low)
         try:
-            self._commit(self._ops, slot, low, keep, Ticket(self.mapper.context))
+            self._commit(slot, low, keep, Ticket(self.mapper.context))
         except TooManyBatches:
             if not now:
                 raise
             self._run(slot, low, keep)
 
     def _commit(
-        self, ops: OpBatch, slot: Slot, low: int, keep: int, ticket: Any = None, kept: bool = False
+        self, slot: Slot, low: int, keep: int, ticket: Any = None, ops: OpBatch | None = None
     ) -> None:
-        """Runs or submits a batch that unmaps a slot's pages from `low` on, with its edits.
+        """Unmaps a slot's pages from `low` on, in one batch, and edits the records.
+
+        A 2 MiB entry that is only partly in the range is split, so no GPU work may be reading any
+        of its pages.
 
         Args:
-            ops: the batch.
             slot: a slot without a batch in flight.
             low: first page to unmap.
             keep: the new value of the slot's `mapped`.
             ticket: the batch's ticket; None: run it in this thread.
-            kept: keep the slot's shared pages for a later request that begins with them.
+            ops: the batch of `try_keep`, which keeps the shared pages; None: a new batch.
         """
+        kept = ops is not None
+        if ops is None:
+            ops = self._ops
+            ops.clear()
+        layout = self.layout
         tier_map, mapped = slot.tier_map, slot.mapped
+        if low < mapped:
+            at, nbytes = slot.addr + low * layout.page_size, (mapped - low) * layout.page_size
+            ops.unmap(at, nbytes, layout.num_tensors, layout.tensor_bytes, split=True)
         job = Unmap(slot, low, mapped, slot.dirty, ticket or DoneTicket(), slot.head)
         edits: list[list[Any]] = [
             [slot, "job", job],
@@ -235,8 +243,6 @@ class Reclaimer:
         """
         if slot.job is not None:  # the batch can only be an unmap past the 2 MiB entry
             self.finish(slot.job)
-        self._ops.clear()
-        self._add_unmap(self._ops, slot, keep)
         self._run(slot, keep, keep)
         if slot.job is not None:
             self.finish(slot.job)
@@ -244,7 +250,7 @@ class Reclaimer:
     def _run(self, slot: Slot, low: int, keep: int) -> None:
         """Unmaps in this thread; records a failure as if the batch had run in the background."""
         try:
-            self._commit(self._ops, slot, low, keep)
+            self._commit(slot, low, keep)
         except OutOfMemory:
             raise
         except VMemError as error:
@@ -271,27 +277,14 @@ class Reclaimer:
             False if the batch could not be queued; nothing has changed.
         """
         low = slot.shared
-        if low < slot.mapped:
-            self._add_unmap(ops, slot, low)
-        if not len(ops):
+        if low >= slot.mapped and not len(ops):
             self.table.change(slot, kept=True)
             return True
         try:
-            self._commit(ops, slot, low, low, Ticket(self.mapper.context), kept=True)
+            self._commit(slot, low, low, Ticket(self.mapper.context), ops)
         except (TooManyBatches, OutOfMemory):
             return False
         return True
-
-    def _add_unmap(self, ops: OpBatch, slot: Slot, low: int) -> None:
-        """Adds the operation that unmaps a slot's pages from `low` on to `ops`.
-
-        A 2 MiB entry that is only partly in the range is split, so no GPU work may be reading any
-        of its pages.
-        """
-        layout = self.layout
-        size, stride = layout.page_size, layout.tensor_bytes
-        at, nbytes = slot.addr + low * size, (slot.mapped - low) * size
-        ops.unmap(at, nbytes, layout.num_tensors, stride, split=True)
 
     def failed(self, slot: Slot | None, error: VMemError) -> None:
         """Records that a slot's pages could not be unmapped.
@@ -408,8 +401,7 @@ class Reclaimer:
         ]
         if off_device:
             others = self.off_device.copy()
-            for tier, count in off_device.items():
-                others[tier] -= count * tensors
+            others.subtract({tier: count * tensors for tier, count in off_device.items()})
             edits.append([self, "off_device", others])
         if reclaimed:
             gone = (pages + sum(off_device.values())) * tensors
@@ -620,14 +612,12 @@ class Reclaimer:
         """Returns how many device pages per tensor are unowned, excluding those being unmapped."""
         # This includes the surplus of slots with an unmap in flight, which can be unmapped later.
         spare = self.table.columns.spare
-        for slot in keep:
-            job = slot.job
-            if self.table.slots[slot.index] is not slot:
-                continue  # a slot of another group
-            grows = job is not None and not job.takes_pages
-            if slot.mapped == slot.granted or slot.rows_lost or grows:
-                continue  # not included in `columns.spare`
-            spare += slot.spare_beyond(keep[slot]) - slot.spare_beyond(0)
+        for slot, pages in keep.items():
+            own = self.table.slots[slot.index] is slot  # not a slot of another group
+            grows = slot.job is not None and not slot.job.takes_pages
+            # Otherwise, `columns.spare` does not include the slot.
+            if own and slot.mapped != slot.granted and not (slot.rows_lost or grows):
+                spare += slot.spare_beyond(pages) - slot.spare_beyond(0)
         return spare + self.shared.pages - self.shared.used - self.leased()
 
     def obtainable(self, keep: Mapping[Slot, int]) -> int:

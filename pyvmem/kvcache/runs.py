@@ -64,7 +64,6 @@ class Runs:
     def __init__(self, reclaimer: Reclaimer, mover: Mover, config: KVCacheConfig) -> None:
         self._reclaimer = reclaimer
         self._mover = mover
-        self._mapper = reclaimer.mapper
         self._context = reclaimer.mapper.context
         self._table = reclaimer.table
         self._layout = layout = reclaimer.layout
@@ -108,23 +107,20 @@ class Runs:
 
     # ---- growth ----------------------------------------------------------------------------------
 
-    def read_free(self, kept: int = 0, room: int | None = None) -> None:
+    def read_free(self, room: int | None, kept: int = 0) -> None:
         """Writes the free memory and mappings to `Columns.runs`.
 
         `Columns.plan` and `Columns.goals` use them.
 
         Args:
+            room: bytes free in the budget; None: there is no budget.
             kept: physical pages that the growth must leave free.
-            room: bytes free in the budget, if known.
         """
         runs, reclaimer = self._columns.runs, self._reclaimer
         free = reclaimer.limit - reclaimer.device_pages
-        if room is None and reclaimer.share is not None:
-            room = reclaimer.share.room()
         if room is not None:
             free = min(free, room // self._layout.page_size)
-        free -= kept
-        runs.free = free // self._layout.num_tensors if free > 0 else 0
+        runs.free = max(0, free - kept) // self._layout.num_tensors
         if runs.longest == 1:
             return
         used = self.used if self.limit else 0
@@ -156,7 +152,7 @@ class Runs:
                 _log.debug("the pool could not grow: %s", str(error))
         self._spare = free - pages
 
-    def goals(self, want: Sequence[tuple[Slot, int]], room: int | None) -> list[int] | None:
+    def goals(self, want: Sequence[tuple[Slot, int]], room: int) -> list[int] | None:
         """Returns how many pages per tensor to map for each slot, at least what it needs.
 
         Returns None to map exactly what the slots need. For `room`, see `read_free`.
@@ -164,7 +160,7 @@ class Runs:
         runs = self._columns.runs
         if runs.longest == 1:
             return None
-        self.read_free(room=room)
+        self.read_free(room)
         # Only slots in use get surplus pages.
         used = [(slot, pages) for slot, pages in want if slot.active]
         idle = sum([max(0, pages - slot.mapped) for slot, pages in want if not slot.active])
@@ -295,7 +291,7 @@ class Runs:
             nbytes = (slot.mapped - first) * layout.page_size
             for tensor in range(layout.num_tensors):
                 at = slot.addr + layout.offset(0, first, tensor)
-                calls += self._mapper.join(at, nbytes)
+                calls += self._reclaimer.mapper.join(at, nbytes)
         self._calls[slot.index] = 1
         self._joined[slot.index] = slot.mapped
         return calls

@@ -96,12 +96,9 @@ def last_work(groups: Sequence[Group]) -> list[Any]:
     for group in groups:
         group.idle_step_work = prune(group.idle_step_work)
         events += group.idle_step_work
-        for slot in group.table:
-            slot.events = prune(slot.events)
-            events += slot.events
-        for block in group.reclaimer.shared.blocks:
-            block.events = prune(block.events)
-            events += block.events
+        for one in (*group.table, *group.reclaimer.shared.blocks):
+            one.events = prune(one.events)
+            events += one.events
     return events
 
 
