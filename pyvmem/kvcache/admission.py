@@ -159,8 +159,5 @@ def free_pages(groups: Sequence[Group]) -> int:
     """
     for group in groups:
         group.reclaimer.poll()
-    free = [group.reclaimer.free for group in groups]
-    share = groups[0].reclaimer.share
-    if len(groups) == 1 or share is None:
-        return free[0]
-    return min(share.room() // groups[0].layout.page_size, sum(free))
+    free = sum(group.reclaimer.free for group in groups)
+    return min(groups[0].reclaimer.room // groups[0].layout.page_size, free)

@@ -257,7 +257,7 @@ def _fork(parts: Sequence[_Fork], needs: Needs) -> bool:
     Raises:
         NotRecoverable: a rollback failed; the message says whether the parent lost rows.
     """
-    first, most = parts[0].group, 0
+    first, share, most = parts[0].group, parts[0].group.reclaimer.share, 0
     taken: list[tuple[Group, Slot, int]] = []
     for part in parts:
         pieces = 1 + 2 * len(part.parent.tier_map.noted)
@@ -265,7 +265,7 @@ def _fork(parts: Sequence[_Fork], needs: Needs) -> bool:
         taken += zip(repeat(part.group), part.slots, map(attrgetter("owner"), part.slots))
     free_on_abort(taken)
     for ahead in chain((True, False), repeat(False)):
-        room = first.reclaimer.room
+        room = first.reclaimer.room if share is None else share.room()
         edits: list[list[Any]] = []
         ops = OpBatch(most)
         try:

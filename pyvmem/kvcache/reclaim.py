@@ -622,14 +622,13 @@ class Reclaimer:
 
     def obtainable(self, keep: Mapping[Slot, int]) -> int:
         """Returns the number of physical pages that are free, being unmapped, or reclaimable."""
-        own = self.limit - self.device_pages
-        if self.share is not None:
-            own = min(own, self.share.within_reach() // self.layout.page_size)
-        return own + self.idle(keep)
+        room = self.room if self.share is None else self.share.within_reach()
+        free = min(self.limit - self.device_pages, room // self.layout.page_size)
+        return free + self.idle(keep)
 
     def idle(self, keep: Mapping[Slot, int]) -> int:
         """Returns how many physical pages no request owns, including those being unmapped."""
-        return self.returning + self.spare(keep) * self.layout.num_tensors
+        return (self.coming + self.spare(keep)) * self.layout.num_tensors
 
     def keep_watermark(self) -> None:
         """Starts unmapping free slots until memory is not scarce or will no longer be."""

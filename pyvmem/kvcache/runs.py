@@ -140,7 +140,7 @@ class Runs:
         self._spare -= pages
         if self._spare >= open_pages:
             return
-        limit = min(reclaimer.limit - reclaimer.device_pages, reclaimer.room // layout.page_size)
+        limit = reclaimer.free
         # Ask for a quarter more, so that the pool's statistics are rarely read.
         want = min(pages + open_pages * 5 // 4, limit)
         free = self._context.stats().free_bytes // layout.page_size
@@ -197,7 +197,8 @@ class Runs:
         for slot in self._table:
             calls = min(self._calls[slot.index], slot.mapped)
             if slot.active:
-                calls = max(0, calls - self._pieces(slot)) if self.joins else 0
+                left = -(-(slot.mapped - self._first(slot)) // self._chunk)  # after joining
+                calls = max(0, calls - left) if self.joins else 0
             found += calls
         return found * self._layout.num_tensors
 
@@ -258,19 +259,11 @@ class Runs:
                     continue
                 except VMemError as error:
                     if isinstance(error, NotRecoverable):
-                        self._table.mark_broken(slot)
-                        self._table.change(slot, rows_lost=True)
+                        self._table.lose(slot, error)
                     self._reclaimer.errors.append(error)
                     break
         before = self._used
         _log.debug("joining: %d mappings, down from %d", self._count(), before)
-
-    def _pieces(self, slot: Slot) -> int:
-        """Returns how many runs per tensor would remain after joining a slot.
-
-        Runs that were joined earlier are not counted.
-        """
-        return -(-(slot.mapped - self._first(slot)) // self._chunk)
 
     def _first(self, slot: Slot) -> int:
         """Returns the first page to join.
