@@ -12,7 +12,7 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, TypeAlias
 
 from pyvmem.errors import TooManyMappings
@@ -34,7 +34,7 @@ _Begun: TypeAlias = tuple[Group, "array[int]", int, list[int]]
 
 def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
     """Implements `KVCache.step`, in all groups or none. Returns 0 or -1."""
-    begun, growing, cuts = [], [], 0
+    begun, growing = [], []
     try:
         for group in groups:
             pager, reclaimer, mover = group.pager, group.reclaimer, group.mover
@@ -51,7 +51,6 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
             if reclaimer.errors:
                 reclaimer.raise_errors()
             begun.append((group, rows, total, short))
-            cuts += group.layout.block
             if short:
                 growing.append(pager)
         names = any(seq_lens)
@@ -59,7 +58,7 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
             groups[0].named = True
         if growing:
             done = extend(growing, background=False) or _grow_for(begun, stream)
-            if not done and not (cuts and _grow_by_cutting(begun, stream)):
+            if not done and not _grow_by_cutting(begun, stream):
                 _note_short(groups)
                 return -1
             own = groups[0].reclaimer
@@ -180,9 +179,11 @@ def _grow_by_cutting(begun: Sequence[_Begun], stream: Any) -> bool:
     Splits the largest surplus first, and stops when there is enough.
     """
     found = []
-    for group, _, _, short in begun:
+    for group, *_, short in begun:
+        if not group.layout.block:
+            continue
         needs = dict(group.pager.wants(short))
-        for slot in group.table if group.layout.block else ():
+        for slot in group.table:
             keep = max(slot.granted, needs.get(slot, 0))
             if pages := slot.splittable_beyond(keep):
                 found.append((-pages * group.page_bytes, slot.index, group, keep))
@@ -391,7 +392,7 @@ def _begin_what_comes_back(
 def _note_short(groups: Sequence[Group]) -> None:
     edits = [[group.counters, "short", group.counters.short + 1] for group in groups]
     groups[0].journal.change(edits)  # not counted if interrupted before the call returns -1
-    if any(group.pager.runs.refused for group in groups):
+    if any(map(attrgetter("pager.runs.refused"), groups)):
         warn_out_of_mappings(groups)
     if _log.isEnabledFor(logging.DEBUG):
         for group in groups:
