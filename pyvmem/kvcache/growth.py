@@ -233,10 +233,8 @@ class Pager:
             if not slot.active:
                 continue
             job.grants.append((slot, slot.owner, pages))
-            if low <= granted:
-                continue
-            job.reused_pages += (min(pages, low) - granted) * tensors
-            end = min(pages, slot.dirty)
+            job.reused_pages += max(0, min(pages, low) - granted) * tensors
+            end = min(pages, low, slot.dirty)
             if end <= granted:
                 continue
             slot.events = prune(slot.events)

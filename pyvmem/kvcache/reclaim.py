@@ -222,6 +222,7 @@ class Reclaimer:
             [slot, "mapped", keep],
             [slot, "head", min(slot.head, keep)],
             [slot, "dirty", min(slot.dirty, keep)],
+            [slot, "large_end", slot.large_end_below(keep)],
             [self, "unmaps", [*self.unmaps, job]],
         ]
         if slot.stale and not kept:
@@ -231,8 +232,6 @@ class Reclaimer:
             job.off_device = tier_map.off_device(low + job.span.pages, mapped)
             job.tier_map = tier_map.within(low, mapped)
             edits.append([slot, "tier_map", tier_map.without(low, mapped)])
-        if slot.block:
-            edits.append([slot, "large_end", slot.large_end_below(keep)])
         edits.append([self, "coming", self.coming + job.pages])
         self.mapper.commit(edits, ops, slot.events, ticket=ticket)
 

@@ -151,13 +151,11 @@ def _keep_watermarks(groups: Sequence[Group]) -> None:
 
     If there is a budget, the groups share it.
     """
-    share = groups[0].reclaimer.share
-    room = 0 if share is None else share.room() + share.beyond()
+    first = groups[0].reclaimer
+    room = first.room if first.share is None else first.share.room() + first.share.beyond()
     for group in groups:
         own = group.reclaimer
-        left = own.limit - own.device_pages
-        if share is not None:
-            left = min(left, room // group.layout.page_size)
+        left = min(own.limit - own.device_pages, room // group.layout.page_size)
         if left < own.watermark * own.limit:
             own.keep_watermark()
 
