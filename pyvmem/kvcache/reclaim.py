@@ -493,7 +493,8 @@ class Reclaimer:
 
     def drop_mapping_errors(self) -> None:
         """Discards errors from background growth that ran out of mappings and was rolled back."""
-        self.errors = [one for one in self.errors if not isinstance(one, TooManyMappings)]
+        if self.errors:  # every call of a rank runs this
+            self.errors = [one for one in self.errors if not isinstance(one, TooManyMappings)]
 
     def make_room(
         self, pages: int, keep: Mapping[Slot, int], own: int = 0, prefixes: bool = True

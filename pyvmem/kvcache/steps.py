@@ -251,13 +251,11 @@ def _grow_or_leave(groups: Sequence[Group], wants: Wants) -> bool:
     fits = fit(needs_of(ready))
     if not fits:  # grow some slots now; the others get their pages later
         now = _select_fitting(now)
-    quick, slow = [], []
-    for pager, want in now:
-        late = {slot for slot, _ in want if pager.is_slow(slot)}
-        quick.append((pager, [one for one in want if one[0] not in late]))
-        slow.append((pager, [one for one in want if one[0] in late]))
-    if grow(quick, background=True, reclaim=False):
-        grow(slow, background=True, reclaim=False)
+    slow = {slot for pager, want in now for slot, _ in want if pager.is_slow(slot)}
+    first = [(pager, [one for one in want if one[0] not in slow]) for pager, want in now]
+    second = [(pager, [one for one in want if one[0] in slow]) for pager, want in now]
+    if grow(first, background=True, reclaim=False):
+        grow(second, background=True, reclaim=False)
     elif (
         fits
         and fit(needs_of(ready))
