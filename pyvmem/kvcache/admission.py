@@ -25,20 +25,19 @@ def can_admit(
     for place, length in enumerate(lengths):
         if not 0 <= length <= longest:
             raise invalid(
-                f"seq_lens[{place}] is {length}; it must be between 0 and {longest}",
-                limit=longest,
+                f"seq_lens[{place}] is {length}; it must be between 0 and {longest}", limit=longest
             )
     found = _matches(first, lengths, matches)
     begun = [0 if match is None else match.length for match in found] or [0] * len(lengths)
     each = [list(map(group.layout.pages_for_step, begun, lengths)) for group in groups]
-    pages = [_pages(group, one, found) for group, one in zip(groups, each, strict=True)]
-    if len(lengths) > first.table.free_count:
+    needs = []
+    for group, pages in zip(groups, each, strict=True):
+        kept = [group.prefixes.kept_pages(group.place, one) for one in found if one is not None]
+        needs.append((group.pager, (sum(pages) - sum(kept)) * group.layout.num_tensors))
+    if len(lengths) > first.table.free_count or not _find_mappings(groups, each):
         return False
-    if not _find_mappings(groups, each):
-        return False
-    needs = [(group.pager, need) for group, need in zip(groups, pages, strict=True)]
     new = within_reach(needs, {})
-    return new is not None and (new <= 0 or _context_has(groups[0], new))
+    return new is not None and (new <= 0 or _context_has(first, new))
 
 
 def _matches(
@@ -70,16 +69,6 @@ def _matches(
     return found
 
 
-def _pages(group: Group, each: list[int], matches: Sequence[PrefixMatch | None]) -> int:
-    """Returns how many physical pages requests with these page counts need.
-
-    Excludes the pages of their prefixes.
-    """
-    kept = group.prefixes.kept_pages
-    pages = sum(each) - sum(kept(group.place, match) for match in matches if match is not None)
-    return pages * group.layout.num_tensors
-
-
 def _find_mappings(groups: Sequence[Group], each: list[list[int]]) -> bool:
     """Returns whether the context has enough mappings left for new requests.
 
@@ -106,14 +95,6 @@ def _context_has(group: Group, need: int) -> bool:
     return need <= 0 or need <= context.memory().free_bytes
 
 
-def _reach(groups: Sequence[Group]) -> int:
-    """Returns how many bytes requests could still get from the groups' budget."""
-    share = groups[0].reclaimer.share
-    assert share is not None
-    own = groups[0].reclaimer.idle({})  # pages being unmapped, and unowned pages
-    return share.within_reach() + own * groups[0].layout.page_size
-
-
 def obtainable(groups: Sequence[Group]) -> tuple[int, int]:
     """Implements `CacheMemory.obtainable`."""
     for group in groups:
@@ -121,8 +102,9 @@ def obtainable(groups: Sequence[Group]) -> tuple[int, int]:
     first, page = groups[0].reclaimer, groups[0].layout.page_size
     if len(groups) == 1:
         return first.obtainable({}) * page, first.limit * page
-    assert first.share is not None
-    return _reach(groups), first.share.total()
+    share, own = first.share, first.idle({})  # pages being unmapped, and unowned pages
+    assert share is not None
+    return share.within_reach() + own * page, share.total()
 
 
 def missing(
@@ -177,8 +159,5 @@ def free_pages(groups: Sequence[Group]) -> int:
     """
     for group in groups:
         group.reclaimer.poll()
-    free = [group.reclaimer.free for group in groups]
-    share = groups[0].reclaimer.share
-    if len(groups) == 1 or share is None:
-        return free[0]
-    return min(share.room() // groups[0].layout.page_size, sum(free))
+    free = sum(group.reclaimer.free for group in groups)
+    return min(groups[0].reclaimer.room // groups[0].layout.page_size, free)

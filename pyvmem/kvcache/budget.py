@@ -498,12 +498,10 @@ class Share:
 
     def unsettled(self, *, promoting: bool = True) -> int:
         """Returns how many bytes the other caches would free after a wait, down to their floors."""
-        found = 0
-        for one in self._rest():
-            pages = one.pager.unsettled({}, promoting=promoting)
-            pages -= one.pager.splittable({}) * promoting
-            found += min(pages * one.layout.page_size, one._excess())
-        return found
+        return sum(
+            min(one.pager.unsettled({}, promoting=promoting) * one.layout.page_size, one._excess())
+            for one in self._rest()
+        )
 
     def leaving(self) -> int:
         """Returns the number of bytes that evicted prefixes of the other caches will free."""

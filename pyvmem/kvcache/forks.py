@@ -63,7 +63,7 @@ class _Fork:
     goals: list[int] = field(default_factory=list)
     job: Growth | None = None
 
-    def add(self, ops: OpBatch, edits: list[list[Any]], room: int | None, *, ahead: bool) -> None:
+    def add(self, ops: OpBatch, edits: list[list[Any]], room: int, *, ahead: bool) -> None:
         """Adds this group's part to the batch and to the edits, which together make all changes.
 
         The batch makes the parent's full pages read-only, maps them in each slot, and copies the
@@ -72,7 +72,7 @@ class _Fork:
         Args:
             ops: the batch.
             edits: the list to add edits to; see `Outcome`.
-            room: bytes free in the budget, if known.
+            room: bytes free in the budget or, without a budget, below the cache's own limit.
             ahead: map more pages than these rows need, as for growing requests (runs.py).
         """
         group, parent, slots = self.group, self.parent, self.slots
@@ -87,7 +87,7 @@ class _Fork:
         all_handles = sharing.handles(parent, head, full) if many else []
         goals = [pages] * count
         if ahead and pages > full:
-            pager.runs.read_free(room=room)
+            pager.runs.read_free(room)
             goals = pager.columns.goals(goals, [full] * count, [head] * count)
         self.goals = goals
         self.job = Growth(slots)
@@ -265,13 +265,13 @@ def _fork(parts: Sequence[_Fork], needs: Needs) -> bool:
         taken += zip(repeat(part.group), part.slots, map(attrgetter("owner"), part.slots))
     free_on_abort(taken)
     for ahead in chain((True, False), repeat(False)):
-        room = None if share is None else share.room()
+        room = first.reclaimer.room if share is None else share.room()
         edits: list[list[Any]] = []
         ops = OpBatch(most)
         try:
             for part in parts:
                 part.add(ops, edits, room, ahead=ahead)
-                if room is not None and part.job is not None:
+                if part.job is not None:
                     room -= part.job.new_pages * part.group.layout.page_size
             first.mapper.commit(edits, ops, waits=first.counters.waits)
             break

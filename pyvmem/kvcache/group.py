@@ -7,6 +7,7 @@ import operator
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -161,11 +162,17 @@ class Group:
         base, stride = reservation.addr, layout.slot_bytes
         self.table = table(config.max_batch, journal, base, stride, layout.block)
         self.reclaimer = Reclaimer(
-            self.mapper, layout, self.table, limit, self.counters, prefixes, place
+            self.mapper,
+            layout,
+            self.table,
+            limit,
+            self.counters,
+            partial(prefixes.evict, place),
+            partial(prefixes.leased, place),
         )
         self.scratch = Scratch(self.mapper, layout.page_size)
         self.mover = Mover(self.reclaimer, self.scratch, self.device)
-        self.pager = Pager(self.reclaimer, self.mover, config, self.device, ops)
+        self.pager = Pager(self.reclaimer, self.mover, config, ops)
         self.sharing = Sharing(self.pager, config)
         self.promoter = self.window = None
         if layout.block and not (layout.state or config.window):
@@ -282,7 +289,7 @@ class Group:
         if self.promoter is not None:
             edits += self.promoter.forget_edits(slot)
         if slot.granted:
-            edits += self.pager.grant_edits(slot, 0)
+            edits += self.pager.grant_edits([(slot, 0)])
         if self.window is not None:
             edits += self.window.forget_edits(slot)
         if slot.span.pages and not slot.stale:
@@ -313,7 +320,7 @@ class Group:
             event: GPU work that may still touch the other pages; None if complete.
             written: mark the other pages as dirty.
         """
-        edits = [*self.pager.grant_edits(slot, keep), [self.reclaimer, "own_off_device", None]]
+        edits = [*self.pager.grant_edits([(slot, keep)]), [self.reclaimer, "own_off_device", None]]
         if written:
             edits.append([slot, "dirty", max(slot.dirty, slot.granted)])
         if event is not None:
@@ -473,12 +480,6 @@ class Group:
 
     # ---- housekeeping ----------------------------------------------------------------------------
 
-    def keep_watermark(self) -> None:
-        """Starts unmapping pages of free slots if free memory is below the watermark."""
-        reclaimer = self.reclaimer
-        if reclaimer.projected_free < reclaimer.low_pages:
-            reclaimer.release_below(reclaimer.low_pages)
-
     def reclaim_idle(self) -> None:
         """Starts unmapping pages of free slots that the policy (`KVCacheConfig`) does not keep."""
         reclaimer, config = self.reclaimer, self.config
@@ -492,7 +493,7 @@ class Group:
         self.reclaim_due = due
         left = reclaimer.limit - reclaimer.device_pages
         if reclaimer.share is not None or left < reclaimer.watermark * reclaimer.limit:
-            self.keep_watermark()
+            reclaimer.keep_watermark()
 
     def close(self, stream: Any) -> None:
         """Waits for all batches, then frees the pages and the reservation; may be called again."""

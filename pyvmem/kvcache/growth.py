@@ -11,30 +11,20 @@ import logging
 import operator
 from array import array
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from pyvmem import _native
-from pyvmem._native import Columns, Grown, Outcome
-from pyvmem.errors import (
-    InvalidArgument,
-    NotRecoverable,
-    OutOfMemory,
-    TooManyMappings,
-    VMemError,
-)
+from pyvmem._native import Grown, Outcome
+from pyvmem.errors import NotRecoverable, OutOfMemory, TooManyMappings, VMemError
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.config import KVCacheConfig
-from pyvmem.kvcache.events import (
-    is_over,
-    order_after,
-    order_ticket,
-    prune,
-)
+from pyvmem.kvcache.events import is_over, order_after, order_ticket, prune
 from pyvmem.kvcache.migration import Mover
 from pyvmem.kvcache.reclaim import Reclaimer, Share
 from pyvmem.kvcache.runs import SCARCE_AT, Runs
-from pyvmem.kvcache.slots import Growth, Piece, Slide, Slot, Unmap
+from pyvmem.kvcache.slots import Growth, Piece, Slot
 from pyvmem.memory.ops import OpBatch
 from pyvmem.memory.pages import Ticket
 
@@ -43,11 +33,13 @@ __all__ = [
     "Needs",
     "Pager",
     "Want",
+    "Wants",
     "reclaim_after",
     "can_reclaim_for",
     "extend",
     "fit",
     "grow",
+    "needs_of",
     "reclaim_for",
     "within_reach",
 ]
@@ -55,8 +47,8 @@ __all__ = [
 OPS = 2
 """Maximum number of operations to grow one slot: one for new pages, one for a fill."""
 
-Want: TypeAlias = Sequence[tuple[Slot, int]]
-"""Slots, with the pages per tensor that each should have."""
+Want: TypeAlias = list[tuple[Slot, int]]
+"""Slots of a group, with the pages per tensor that each should have."""
 
 _SPREAD = _native.constant("VMEM_OP_SPREAD")
 _DIRTY = _native.constant("VMEM_OP_DIRTY")
@@ -83,21 +75,15 @@ class Pager:
     """
 
     def __init__(
-        self,
-        reclaimer: Reclaimer,
-        mover: Mover,
-        config: KVCacheConfig,
-        device: int | None,
-        ops: OpBatch,
+        self, reclaimer: Reclaimer, mover: Mover, config: KVCacheConfig, ops: OpBatch
     ) -> None:
         self.reclaimer = reclaimer
         self.mover = mover
-        self.runs = Runs(reclaimer, mover, config, device)
+        self.runs = Runs(reclaimer, mover, config)
         self.mapper = reclaimer.mapper
-        self.journal = reclaimer.mapper.journal
+        self.journal = reclaimer.journal
         self.layout = reclaimer.layout
         self.counters = reclaimer.counters
-        self.device = device
         self.columns = columns = reclaimer.table.columns
         self.capacity = columns.capacity
         self.growths: list[Growth] = []
@@ -107,11 +93,11 @@ class Pager:
         self._zero_fill = config.zero_fill
         self.layout.describe(columns.place, reclaimer.table[0].addr)
         columns.place.op_flags = _SPREAD if config.zero_fill else _SPREAD | _DIRTY
-        self.ahead = 0
-        if not (self.layout.state or reclaimer.table.lockstep):
-            # Requests get pages ahead only once all their mapped pages are granted, so a step that
-            # needs no other pages does not wait for growth in flight.
-            self.ahead = min(config.ahead_tokens, self.layout.page_size // self.layout.row_bytes)
+        # Requests get pages ahead only once all their mapped pages are granted, so a step that
+        # needs no other pages does not wait for growth in flight.
+        most = self.layout.page_size // self.layout.row_bytes
+        never = self.layout.state or reclaimer.table.lockstep
+        self.ahead = 0 if never else min(config.ahead_tokens, most)
 
     @property
     def used_pages(self) -> int:
@@ -154,26 +140,23 @@ class Pager:
             except TypeError:
                 raise invalid(f"seq_lens must hold whole numbers, not {lens!r:.80}") from None
             found = self.columns.scan(lens)
-        if isinstance(found, int):
-            raise self._bad_length(found % count, lens[found % count])
+            if isinstance(found, int):
+                index, longest = found % count, self.layout.max_rows
+                length = lens[index]
+                if 0 <= length <= longest:
+                    raise invalid(
+                        f"seq_lens[{index}] is {length}, but reqid {index} is not taken: "
+                        "call alloc_reqid first"
+                    )
+                bound = "it must not be negative" if length < 0 else f"max_seq_len is {longest}"
+                raise invalid(f"seq_lens[{index}] is {length}; {bound}", limit=longest)
         return found
 
-    def wants(self, short: list[int]) -> list[tuple[Slot, int]]:
+    def wants(self, short: list[int]) -> Want:
         """Returns the given slots of the last `scan`, with the pages per tensor that each needs."""
         slots, pages_for = self.reclaimer.table.slots, self.layout.pages_for
         needs = self.columns.needs
         return [(slots[index], pages_for(needs[index])) for index in short]
-
-    def _bad_length(self, index: int, length: int) -> InvalidArgument:
-        """Returns the error for a length that is out of range or was given for a free slot."""
-        longest = self.layout.max_rows
-        if 0 <= length <= longest:
-            return invalid(
-                f"seq_lens[{index}] is {length}, but reqid {index} is not taken: "
-                "call alloc_reqid first"
-            )
-        bound = "it must not be negative" if length < 0 else f"max_seq_len is {longest}"
-        return invalid(f"seq_lens[{index}] is {length}; {bound}", limit=longest)
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -185,8 +168,8 @@ class Pager:
         is short of memory.
         """
         reclaimer, layout = self.reclaimer, self.layout
-        kept = reclaimer.low_pages
-        room = (min(reclaimer.free, reclaimer.projected_free) - kept) // layout.num_tensors
+        free = min(reclaimer.free, reclaimer.projected_free) - reclaimer.low_pages
+        room = free // layout.num_tensors
         if room <= 0:
             return
         near = self.columns.near(self.ahead, room)
@@ -225,26 +208,20 @@ class Pager:
         if self.runs.limit:
             self.runs.grown(job.pieces)
 
-    def plan(
-        self, want: Want, goals: Sequence[int] | None, after: list[Any]
-    ) -> tuple[Growth, list[Piece]]:
+    def plan(self, want: Want, goals: Sequence[int] | None) -> Growth:
         """Adds map operations for new pages, and fills of reused pages, to `ops`.
 
-        Adds only those zero-fills that need not wait for GPU work.
+        Adds only those zero-fills that need not wait for GPU work. Returns the `Growth`, not yet
+        recorded.
 
         Args:
             want: slots without a batch in flight, and how many pages per tensor each needs.
             goals: for each slot, the pages per tensor to map, at least as many as it needs; None:
                 exactly as many as it needs.
-            after: a list, to which this adds the GPU work that the deferred fills must follow.
-
-        Returns:
-            The `Growth`, not yet recorded, and the deferred fills.
         """
         ops, layout = self.ops, self.layout
         size, tensors, dirty = layout.page_size, layout.num_tensors, not self._zero_fill
         job = Growth([slot for slot, _ in want])
-        late: list[Piece] = []
         for place, (slot, pages) in enumerate(want):
             low, granted = slot.mapped, slot.granted
             if pages > low:
@@ -256,21 +233,18 @@ class Pager:
             if not slot.active:
                 continue
             job.grants.append((slot, slot.owner, pages))
-            if low <= granted:
-                continue
-            job.reused_pages += (min(pages, low) - granted) * tensors
-            end = min(pages, slot.dirty)
+            job.reused_pages += max(0, min(pages, low) - granted) * tensors
+            end = min(pages, low, slot.dirty)
             if end <= granted:
                 continue
             slot.events = prune(slot.events)
             if not self._zero_fill:
                 job.handover.extend(slot.events)
             elif slot.events:
-                late.append((slot, granted, end))
-                after.extend(slot.events)
+                job.late.append((slot, granted, end))
             else:
                 job.zeroed_pages += self.fill(ops, [(slot, granted, end)])
-        return job, late
+        return job
 
     def fill(self, ops: OpBatch, pieces: Sequence[Piece]) -> int:
         """Adds zero-fills to `ops`; returns the number of physical pages that they fill."""
@@ -299,12 +273,9 @@ class Pager:
             needed, over = self._is_needed(job, lens), job.done()
             if not needed and not (over and all(map(is_over, job.handover))):
                 continue
-            if over:
+            with nullcontext() if over else self.counters.waiting():
                 error = self._complete(job, stream, on_cpu)
-            else:
-                with self.counters.waiting():
-                    error = self._complete(job, stream, on_cpu)
-            first = first or self._failure(job, error)
+            first = first or error
         if first is not None:
             raise first
 
@@ -338,15 +309,15 @@ class Pager:
         Raises:
             VMemError: a batch failed, or the earlier owner's shared pages could not be unmapped.
         """
-        if isinstance(slot.job, (Unmap, Slide)):
+        job = slot.job
+        if isinstance(job, Growth):
             with self.counters.waiting():
-                self.reclaimer.finish(slot.job)
-        elif slot.job is not None:
-            job = slot.job
-            with self.counters.waiting():
-                error = self._complete(job, None, on_cpu=True)
-            if (error := self._failure(job, error)) is not None:
+                error = self._complete(job)
+            if error is not None:
                 raise error
+        elif job is not None:
+            with self.counters.waiting():
+                self.reclaimer.finish(job)
         if slot.stale:
             self.reclaimer.unmap(slot, 0, now=True)
             with self.counters.waiting():
@@ -380,15 +351,14 @@ class Pager:
         """Waits for growth that no owner is waiting for, so that its pages can be reclaimed."""
         for job in [job for job in self.growths if job.deserted()]:
             with self.counters.waiting():
-                error = self._complete(job, None, on_cpu=True)
-            if (error := self._failure(job, error)) is not None:
+                error = self._complete(job)
+            if error is not None:
                 self.reclaimer.errors.append(error)
 
     def unsettled(self, keep: Mapping[Slot, int], *, promoting: bool = True) -> int:
         """Returns how many pages become available once `can_reclaim_for` has waited.
 
-        They come from growth that no owner is waiting for, from copies and, with `promoting`, from
-        2 MiB entries that a step can split.
+        They come from growth that no owner is waiting for, and from copies.
 
         Args:
             keep: slots, and the pages per tensor that each must keep.
@@ -399,8 +369,7 @@ class Pager:
         pages = sum(slot.spare_beyond(keep.get(slot, 0)) for slot in idle)
         pages += sum(move.here() for move in self.mover.cancelled)
         pages += self.mover.promoting() if promoting else 0
-        pages *= self.layout.num_tensors
-        return pages + (self.splittable(keep) if promoting and self.layout.block else 0)
+        return pages * self.layout.num_tensors
 
     def splittable(self, keep: Mapping[Slot, int]) -> int:
         """Returns how many physical pages a step can unmap by splitting 2 MiB entries."""
@@ -409,9 +378,7 @@ class Pager:
         pages = sum(slot.splittable_beyond(keep.get(slot, 0)) for slot in self.reclaimer.table)
         return pages * self.layout.num_tensors
 
-    def fewer_mappings(
-        self, pages: int, keep: Mapping[Slot, int] | None, *, background: bool = False
-    ) -> bool:
+    def fewer_mappings(self, pages: int, keep: Mapping[Slot, int] | None, background: bool) -> bool:
         """Frees mappings by joining runs or, failing that, unmapping unowned pages.
 
         Returns False if it freed none.
@@ -430,20 +397,27 @@ class Pager:
 
     # ---- completing growth and granting pages ----------------------------------------------------
 
-    def _complete(self, job: Growth, stream: Any, on_cpu: bool = False) -> VMemError | None:
-        """Waits for `job`, then grants its pages or, if it failed, undoes it and returns the error.
+    def _complete(self, job: Growth, stream: Any = None, on_cpu: bool = True) -> VMemError | None:
+        """Waits for `job`, then grants its pages or, if it failed, undoes it.
 
         With `on_cpu`, this also waits on the CPU for its fills and for earlier owners' work,
         because the stream that will use the pages is unknown.
+
+        Returns the error that the caller must raise, if any. A shortage is ignored: background
+        growth allocates late, so other users of the context may have taken the memory first, and a
+        step that needs the pages retries it. With several ranks it is raised, because the other
+        ranks did get their pages.
         """
-        device = None if on_cpu else self.device
+        device = None if on_cpu else self.mover.device
         try:
             for ticket in (job.mapping, job.filling):
                 if ticket is not None:
                     order_ticket(ticket, stream, device)
         except VMemError as error:
             self._undo(job, error)
-            return error
+            short = isinstance(error, (OutOfMemory, TooManyMappings))
+            ignored = job.quiet or (short and not self.reclaimer.table.lockstep)
+            return None if ignored else error
         # If no owner is waiting, the slot keeps the events for its next owner.
         for event in job.handover if job.awaited else ():
             order_after(event, stream, device)
@@ -457,39 +431,25 @@ class Pager:
     def poll(self) -> None:
         """Completes finished growth that no owner is waiting for."""
         for job in [job for job in self.growths if not job.awaited and job.done()]:
-            error = self._failure(job, self._complete(job, None, on_cpu=True))
-            if error is not None:
+            if (error := self._complete(job)) is not None:
                 self.reclaimer.errors.append(error)
-
-    def _failure(self, job: Growth, error: VMemError | None) -> VMemError | None:
-        """Returns the error to raise for a completed grow operation, or None to ignore it.
-
-        A shortage is ignored: background growth allocates late, so other users of the context may
-        have taken the memory first. The growth was undone, and a step that needs the pages retries
-        it. With several ranks it is raised, because the other ranks did get their pages.
-        """
-        short = isinstance(error, (OutOfMemory, TooManyMappings))
-        short = short and not self.reclaimer.table.lockstep
-        return None if short or job.quiet else error
 
     def _grant_edits(self, job: Growth) -> list[list[Any]]:
         """Returns the edits that grant the new pages to owners that still have their slots."""
+        grants = job.grants
+        return self.grant_edits(
+            [(one, n) for one, owner, n in grants if one.owner == owner and n > one.granted]
+        )
+
+    def grant_edits(self, grants: Sequence[tuple[Slot, int]]) -> list[list[Any]]:
+        """Returns the edits that set the number of pages granted to the slots' owners."""
         edits: list[list[Any]] = []
         granted, capacity = self.granted_pages, self.layout.capacity
-        for slot, owner, pages in job.grants:
-            if slot.owner == owner and pages > slot.granted:
-                granted += pages - slot.granted
-                edits += ([slot, "granted", pages], [self.capacity, slot.index, capacity(pages)])
+        for slot, pages in grants:
+            granted += pages - slot.granted
+            rows = capacity(pages) if pages else 0
+            edits += ([slot, "granted", pages], [self.capacity, slot.index, rows])
         return [*edits, [self, "granted_pages", granted]]
-
-    def grant_edits(self, slot: Slot, pages: int) -> list[list[Any]]:
-        """Returns the edits that set the number of pages granted to the slot's owner."""
-        granted = self.granted_pages + pages - slot.granted
-        return [
-            [self, "granted_pages", granted],
-            [slot, "granted", pages],
-            [self.capacity, slot.index, self.layout.capacity(pages) if pages else 0],
-        ]
 
     def _retire_edits(self, job: Growth) -> list[list[Any]]:
         growths = [one for one in self.growths if one is not job]
@@ -529,6 +489,8 @@ class Pager:
         )
 
 
+Wants: TypeAlias = Sequence[tuple[Pager, Want]]
+"""The groups of a cache, with what each wants."""
 Needs: TypeAlias = Sequence[tuple[Pager, int]]
 """Groups that share a budget, with the physical pages that each must map."""
 
@@ -554,17 +516,15 @@ def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) ->
     context, share = first.mapper.context, first.reclaimer.share
     room = None if share is None else share.room()
     each: list[tuple[Pager, Grown]] = []
-    columns: list[Columns] = []
     written = 0
     for pager in pagers:
-        pager.runs.read_free(pager.reclaimer.low_pages if ahead else 0, room)
+        pager.runs.read_free(room, pager.reclaimer.low_pages if ahead else 0)
         grown = pager.columns.plan(array + written)
         if grown is None:
             return False
         if grown.added and pager.runs.spreads:
             pager.runs.provide(grown.added * pager.layout.num_tensors)
         each.append((pager, grown))
-        columns.append(pager.columns)
         written += grown.ops
         if room is not None:
             room -= grown.added * pager.page_bytes
@@ -597,7 +557,7 @@ def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) ->
     first.journal.entries.append(outcome)
     try:
         if ticket is None:
-            waits = first.counters.waits
+            columns, waits = list(map(attrgetter("columns"), pagers)), first.counters.waits
             _native.extend(context.handle, columns, array, written, outcome, waits)
         else:
             ops.wrote(written)
@@ -616,7 +576,7 @@ def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) ->
     return True
 
 
-def grow(wants: Sequence[tuple[Pager, Want]], *, background: bool, reclaim: bool = True) -> bool:
+def grow(wants: Wants, *, background: bool, reclaim: bool = True) -> bool:
     """Grows slots to the given numbers of pages, in all groups or none; `settle` completes it.
 
     One batch maps and zeroes for all groups. Pages that an earlier owner's GPU work may still touch
@@ -636,41 +596,33 @@ def grow(wants: Sequence[tuple[Pager, Want]], *, background: bool, reclaim: bool
     Raises:
         VMemError: a batch failed; no request got pages.
     """
-    first, keep = wants[0][0], dict[Slot, int]()
-    for _, want in wants:
-        keep.update(want)
+    first, keep = wants[0][0], {slot: pages for _, want in wants for slot, pages in want}
     if not keep:
         return True
-    share, exact = first.reclaimer.share, False
+    exact = False
     while True:
         for pager, want in wants:
             for slot, _ in want:
                 # For any other slot, `release` has nothing to wait for.
                 if slot.job is not None or slot.mapped > slot.granted:
                     pager.release(slot)
-        needs = []
-        for pager, want in wants:
-            more = 0
-            for slot, pages in want:
-                more += max(0, pages - slot.mapped)
-            needs.append((pager, more * pager.layout.num_tensors))
+        needs = needs_of(wants)
         if not fit(needs):
             if not reclaim or not reclaim_for(needs, keep):
                 return False
             continue  # count again: reclaiming may have unmapped surplus pages of these slots
-        parts, after = [], list[Any]()
+        parts = []
         first.ops.clear()
-        room, beyond = None if share is None else share.room(), False
+        room, beyond = first.reclaimer.room, False
         for pager, want in wants:
             if not want:
                 continue
             goals = None if exact else pager.runs.goals(want, room)
             beyond |= goals is not None
-            job, late = pager.plan(want, goals, after)
-            parts.append(_Part(pager, job, late))
-            if room is not None:
-                room -= job.new_pages * pager.layout.page_size
-        error = _begin(parts, after, background=background)
+            job = pager.plan(want, goals)
+            parts.append((pager, job))
+            room -= job.new_pages * pager.layout.page_size
+        error = _begin(parts, background=background)
         if error is None:
             return True
         if beyond:  # retry without surplus pages before reclaiming
@@ -681,32 +633,23 @@ def grow(wants: Sequence[tuple[Pager, Want]], *, background: bool, reclaim: bool
             return False
 
 
-class _Part(NamedTuple):
-    """The planned growth of one group, with the fills that must wait for GPU work."""
-
-    pager: Pager
-    job: Growth
-    late: list[Piece]
-
-
-def _begin(parts: Sequence[_Part], after: list[Any], *, background: bool) -> VMemError | None:
+def _begin(parts: Sequence[tuple[Pager, Growth]], *, background: bool) -> VMemError | None:
     """Runs or submits the planned growth of all groups as one batch, and records it.
 
     Returns:
         None on success; the error, with nothing changed, if memory or mappings are short.
     """
-    first = parts[0].pager
+    first = parts[0][0]
     ops, mapper = first.ops, first.mapper
     mapping = Ticket(mapper.context) if background and len(ops) else None
-    late = sum(len(part.late) for part in parts)
-    wait = bool(mapping or late or any(part.job.handover for part in parts))
-    filling, fills = Ticket(mapper.context), OpBatch(late or 1)
+    late = [piece for _, job in parts for piece in job.late]
+    wait = bool(mapping or late or any(job.handover for _, job in parts))
+    filling, fills = Ticket(mapper.context), OpBatch(len(late) or 1)
     edits: list[list[Any]] = []
     filled: list[list[Any]] = []
-    for pager, job, _ in parts:
+    for pager, job in parts:
         if job.new_pages and pager.runs.spreads:
             pager.runs.provide(job.new_pages)
-    for pager, job, pieces in parts:
         job.mapping, job.quiet, counters = mapping, pager is not first, pager.counters
         zeroed = counters.zeroed + job.zeroed_pages
         slots, goals = [slot for slot, *_ in job.pieces], [high for *_, high in job.pieces]
@@ -717,7 +660,7 @@ def _begin(parts: Sequence[_Part], after: list[Any], *, background: bool) -> VMe
             ends = [one.large_end_with(low, high, one.large_end) for one, low, high in job.pieces]
             edits.append([slots, "large_end", ends])
         if late:
-            pages = pager.fill(fills, pieces)
+            pages = pager.fill(fills, job.late)
             filled += (
                 [job, "grants", job.grants],
                 [job, "filling", filling],
@@ -733,11 +676,12 @@ def _begin(parts: Sequence[_Part], after: list[Any], *, background: bool) -> VMe
         except (OutOfMemory, TooManyMappings) as error:
             return error
         except NotRecoverable:
-            for pager, job, _ in parts:
+            for pager, job in parts:
                 pager.reclaimer.mark_broken(job.pieces)
             raise
         edits = []
     if late:
+        after = [event for slot, *_ in late for event in slot.events]
         mapper.commit(edits + filled, fills, after, ticket=filling)
     elif edits:
         first.journal.change(edits)
@@ -745,6 +689,17 @@ def _begin(parts: Sequence[_Part], after: list[Any], *, background: bool) -> VMe
 
 
 # ---- memory for several groups together ----------------------------------------------------------
+
+
+def needs_of(wants: Wants) -> list[tuple[Pager, int]]:
+    """Returns how many physical pages must be mapped, per group."""
+    needs = []
+    for pager, want in wants:
+        pages = 0
+        for slot, goal in want:  # a plain loop, for speed
+            pages += max(0, goal - slot.grows_from)
+        needs.append((pager, pages * pager.layout.num_tensors))
+    return needs
 
 
 def fit(needs: Needs) -> bool:
@@ -786,7 +741,9 @@ def _beyond_own(needs: Needs, keep: Mapping[Slot, int], *, later: bool) -> int |
     new = 0
     for pager, pages in needs:
         reclaimer = pager.reclaimer
-        pages -= reclaimer.idle(keep) + (pager.unsettled(keep) if later else 0)
+        pages -= reclaimer.idle(keep)
+        if later:
+            pages -= pager.unsettled(keep) + pager.splittable(keep)
         if pages > reclaimer.limit - reclaimer.device_pages:
             return None
         new += pages * pager.layout.page_size
@@ -875,7 +832,7 @@ def reclaim_after(
     """
     lockstep = needs[0][0].reclaimer.table.lockstep
     if isinstance(error, TooManyMappings):
-        back = any(one.fewer_mappings(pages, keep, background=background) for one, pages in needs)
+        back = any(one.fewer_mappings(pages, keep, background) for one, pages in needs)
     else:
         back = keep is not None and not lockstep and reclaim_for(needs, keep, more=True)
     if lockstep and not back:

@@ -23,11 +23,6 @@ _LOOKS = 4  # checks per idle_seconds, so a trim is late by at most idle_seconds
 _PAUSE_S = 0.001  # pause between two pieces of work, so that a waiting call gets the lock
 
 
-def _activity(manager: Manager) -> list[tuple[int, int, int, int]]:
-    """Returns a value that changes with every call that allocates, frees or steps a request."""
-    return [group.activity() for group in manager.groups]
-
-
 class IdleThread:
     """Trims a cache once per idle period, after `seconds` of idleness.
 
@@ -86,13 +81,13 @@ class IdleThread:
         if manager is None:
             self.end()
             return
-        now = _activity(manager)
+        now = [group.activity() for group in manager.groups]
         if now != self._seen:
             self._seen, self._quiet, self._trimmed = now, 0, False
             return
         self._quiet += 1
         if self._quiet >= _LOOKS and not self._trimmed:
-            pieces = (self._store, self._trim, self._compact)
+            pieces = (_store, _trim, _compact)
             self._trimmed = all(self._run(manager, piece) for piece in pieces)
 
     def _run(self, manager: Manager, piece: Callable[[Manager], bool | None]) -> bool:
@@ -107,7 +102,7 @@ class IdleThread:
             with manager.lock, manager.journal:
                 if self._ended.is_set() or manager.closed or not manager.context.is_open:
                     return True
-                if _activity(manager) != self._seen:
+                if [group.activity() for group in manager.groups] != self._seen:
                     return False
                 try:
                     more = piece(manager)
@@ -117,50 +112,48 @@ class IdleThread:
             self._ended.wait(_PAUSE_S)
         return more is not None
 
-    @staticmethod
-    def _store(manager: Manager) -> bool | None:
-        """Evicts prefixes to host memory.
 
-        Returns True if more work may remain, False when done, and None while GPU work is running.
-        """
-        config, prefixes = manager.groups[0].config, manager.groups[0].prefixes
-        if not config.host_prefixes or not config.idle_prefixes:
-            return False
-        if last_work(manager.groups):
-            return None
-        return prefixes.evict_units(prefixes.host.step) is not None
+def _store(manager: Manager) -> bool | None:
+    """Evicts prefixes to host memory.
 
-    @staticmethod
-    def _trim(manager: Manager) -> bool | None:
-        """Unmaps idle pages and gives empty slabs back to the driver.
-
-        Returns False when done, and None while unmaps are in flight.
-        """
-        groups, prefixes = manager.groups, manager.groups[0].config.idle_prefixes
-        how = "host" if prefixes else False
-        # Begin unmapping in every group before checking the results.
-        done = [begin_trim(group, how, kept=prefixes) for group in groups]
-        if not all(done):
-            return None
-        manager.context.trim(0)
-        _log.debug(
-            "idle: trimmed, %d pages remain", sum(one.reclaimer.device_pages for one in groups)
-        )
+    Returns True if more work may remain, False when done, and None while GPU work is running.
+    """
+    config, prefixes = manager.groups[0].config, manager.groups[0].prefixes
+    if not config.host_prefixes or not config.idle_prefixes:
         return False
+    if last_work(manager.groups):
+        return None
+    return prefixes.evict_units(prefixes.host.step) is not None
 
-    @staticmethod
-    def _compact(manager: Manager) -> bool | None:
-        """Compacts a slab if that is safe.
 
-        Returns True if more work may remain, False when done, and None while GPU work is running.
-        """
-        wanted = manager.groups[0].config.idle_compact
-        if wanted is False or not manager.owns_context:
-            return False
-        if wanted:
-            wait_for_device(None, manager.groups[0].device)
-        elif not can_compact(manager):
-            return False
-        elif last_work(manager.groups):
-            return None
-        return manager.context.compact(1) > 0
+def _trim(manager: Manager) -> bool | None:
+    """Unmaps idle pages and gives empty slabs back to the driver.
+
+    Returns False when done, and None while unmaps are in flight.
+    """
+    groups, prefixes = manager.groups, manager.groups[0].config.idle_prefixes
+    how = "host" if prefixes else False
+    # Begin unmapping in every group before checking the results.
+    done = [begin_trim(group, how, kept=prefixes) for group in groups]
+    if not all(done):
+        return None
+    manager.context.trim(0)
+    _log.debug("idle: trimmed, %d pages remain", sum(one.reclaimer.device_pages for one in groups))
+    return False
+
+
+def _compact(manager: Manager) -> bool | None:
+    """Compacts a slab if that is safe.
+
+    Returns True if more work may remain, False when done, and None while GPU work is running.
+    """
+    wanted = manager.groups[0].config.idle_compact
+    if wanted is False or not manager.owns_context:
+        return False
+    if wanted:
+        wait_for_device(None, manager.groups[0].device)
+    elif not can_compact(manager):
+        return False
+    elif last_work(manager.groups):
+        return None
+    return manager.context.compact(1) > 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,7 +26,7 @@ from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.pages import ALL_ON_DEVICE, EMPTY, SharedPages, Span, Tier
 from pyvmem.kvcache.slots import Piece, Slide, Slot, SlotTable, Unmap
 from pyvmem.kvcache.stats import Counters
-from pyvmem.memory.info import RangeFlags
+from pyvmem.memory.info import RangeFlags, RangeInfo
 from pyvmem.memory.ops import OpBatch
 from pyvmem.memory.pages import Ticket
 from pyvmem.plumbing.logs import warn
@@ -39,19 +39,6 @@ __all__ = ["Reclaimer", "wait_for_unmaps"]
 _log = logging.getLogger(__name__)
 
 _SLICE_S = 0.0005  # seconds to wait for one of several unmaps before checking the next
-
-
-class Evictable(Protocol):
-    """Recorded prefixes, whose pages can be evicted while no request uses them."""
-
-    def evict(self, place: int, pages: int) -> int:
-        """Evicts prefixes until `pages` pages per tensor are freed, or as many as possible.
-
-        Returns the number of pages per tensor freed.
-        """
-
-    def leased(self, place: int) -> int:
-        """Returns how many pages per tensor are not used by any request but cannot be evicted."""
 
 
 class Share(Protocol):
@@ -131,6 +118,9 @@ class Reclaimer:
         slid: number of pages per tensor that have left the windows of running requests.
         coming: number of device pages per tensor that `unmaps` will free.
         share: the cache's part of a budget; None: the cache has no budget.
+        evict: evicts recorded prefixes that no request uses until a number of pages per tensor are
+            freed, or as many as possible; returns the number freed.
+        leased: returns how many pages per tensor are not used by any request but cannot be evicted.
         block: number of pages per 2 MiB block if memory is allocated in such blocks
             (`Runs.provide`); otherwise 0.
     """
@@ -142,8 +132,8 @@ class Reclaimer:
         table: SlotTable,
         limit: int,
         counters: Counters,
-        prefixes: Evictable,
-        place: int,
+        evict: Callable[[int], int],
+        leased: Callable[[], int],
     ) -> None:
         self.mapper = mapper
         self.journal = mapper.journal
@@ -156,7 +146,7 @@ class Reclaimer:
         self.off_device: Counter[Tier] = Counter()
         self.own_off_device: list[Piece] | None = None
         self.shared = SharedPages(layout, mapper)
-        self._prefixes, self._place = prefixes, place
+        self.evict, self.leased = evict, leased
         self.unmaps: list[Unmap | Slide] = []
         self.errors: list[VMemError] = []
         self.share: Share | None = None
@@ -170,14 +160,6 @@ class Reclaimer:
         See `KVCacheConfig.low_watermark`.
         """
         return int(self.watermark * self.limit)
-
-    def evict(self, pages: int) -> int:
-        """Evicts prefixes until `pages` pages per tensor are freed; returns how many were freed."""
-        return self._prefixes.evict(self._place, pages)
-
-    def leased(self) -> int:
-        """Returns how many pages per tensor are not used by any request but cannot be evicted."""
-        return self._prefixes.leased(self._place)
 
     def unmap(self, slot: Slot, keep: int, now: bool = False) -> None:
         """Starts unmapping a slot's pages from `keep` on, after its earlier owners' GPU work.
@@ -201,30 +183,37 @@ class Reclaimer:
         low = max(keep, slot.head)
         if low >= slot.mapped:
             return
-        self._ops.clear()
-        self._add_unmap(self._ops, slot, low, slot.mapped)
-        ticket = Ticket(self.mapper.context)
         try:
-            edits = self._unmap_edits(slot, low, keep, ticket)
-            self.mapper.commit(edits, self._ops, slot.events, ticket=ticket)
+            self._commit(slot, low, keep, Ticket(self.mapper.context))
         except TooManyBatches:
             if not now:
                 raise
             self._run(slot, low, keep)
 
-    def _unmap_edits(
-        self, slot: Slot, low: int, keep: int, ticket: Any, *, kept: bool = False
-    ) -> list[list[Any]]:
-        """Returns the record edits for a batch that unmaps a slot's pages from `low` on.
+    def _commit(
+        self, slot: Slot, low: int, keep: int, ticket: Any = None, ops: OpBatch | None = None
+    ) -> None:
+        """Unmaps a slot's pages from `low` on, in one batch, and edits the records.
+
+        A 2 MiB entry that is only partly in the range is split, so no GPU work may be reading any
+        of its pages.
 
         Args:
             slot: a slot without a batch in flight.
             low: first page to unmap.
             keep: the new value of the slot's `mapped`.
             ticket: the batch's ticket; None: it runs in the calling thread.
-            kept: keep the slot's shared pages for a later request that begins with them.
+            ops: the batch of `try_keep`, which keeps the shared pages; None: a new batch.
         """
+        kept = ops is not None
+        if ops is None:
+            ops = self._ops
+            ops.clear()
+        layout = self.layout
         tier_map, mapped = slot.tier_map, slot.mapped
+        if low < mapped:
+            at, nbytes = slot.addr + low * layout.page_size, (mapped - low) * layout.page_size
+            ops.unmap(at, nbytes, layout.num_tensors, layout.tensor_bytes, split=True)
         job = Unmap(slot, low, mapped, slot.dirty, ticket, slot.head)
         edits: list[list[Any]] = [
             [slot, "job", job],
@@ -232,6 +221,7 @@ class Reclaimer:
             [slot, "mapped", keep],
             [slot, "head", min(slot.head, keep)],
             [slot, "dirty", min(slot.dirty, keep)],
+            [slot, "large_end", slot.large_end_below(keep)],
             [self, "unmaps", [*self.unmaps, job]],
         ]
         if slot.stale and not kept:
@@ -241,9 +231,8 @@ class Reclaimer:
             job.off_device = tier_map.off_device(low + job.span.pages, mapped)
             job.tier_map = tier_map.within(low, mapped)
             edits.append([slot, "tier_map", tier_map.without(low, mapped)])
-        if slot.block:
-            edits.append([slot, "large_end", slot.large_end_below(keep)])
-        return [*edits, [self, "coming", self.coming + job.pages]]
+        edits.append([self, "coming", self.coming + job.pages])
+        self.mapper.commit(edits, ops, slot.events, ticket=ticket)
 
     def cut(self, slot: Slot, keep: int) -> None:
         """Unmaps a running request's pages from `keep` on, in this thread.
@@ -252,8 +241,6 @@ class Reclaimer:
         """
         if slot.job is not None:  # the batch can only be an unmap past the 2 MiB entry
             self.finish(slot.job)
-        self._ops.clear()
-        self._add_unmap(self._ops, slot, keep, slot.mapped)
         self._run(slot, keep, keep)
         if slot.job is not None:
             self.finish(slot.job)
@@ -261,8 +248,7 @@ class Reclaimer:
     def _run(self, slot: Slot, low: int, keep: int) -> None:
         """Unmaps in this thread; records a failure as if the batch had run in the background."""
         try:
-            edits = self._unmap_edits(slot, low, keep, None)
-            self.mapper.commit(edits, self._ops, slot.events)
+            self._commit(slot, low, keep)
         except OutOfMemory:
             raise
         except VMemError as error:
@@ -289,29 +275,14 @@ class Reclaimer:
             False if the batch could not be queued; nothing has changed.
         """
         low = slot.shared
-        if low < slot.mapped:
-            self._add_unmap(ops, slot, low, slot.mapped)
-        if not len(ops):
+        if low >= slot.mapped and not len(ops):
             self.table.change(slot, kept=True)
             return True
-        ticket = Ticket(self.mapper.context)
         try:
-            edits = self._unmap_edits(slot, low, low, ticket, kept=True)
-            self.mapper.commit(edits, ops, slot.events, ticket=ticket)
+            self._commit(slot, low, low, Ticket(self.mapper.context), ops)
         except (TooManyBatches, OutOfMemory):
             return False
         return True
-
-    def _add_unmap(self, ops: OpBatch, slot: Slot, low: int, high: int) -> None:
-        """Adds the operation that unmaps pages [low, high) of a slot to `ops`.
-
-        A 2 MiB entry that is only partly in the range is split, so no GPU work may be reading any
-        of its pages.
-        """
-        layout = self.layout
-        size, stride = layout.page_size, layout.tensor_bytes
-        at, nbytes = slot.addr + low * size, (high - low) * size
-        ops.unmap(at, nbytes, layout.num_tensors, stride, split=True)
 
     def failed(self, slot: Slot | None, error: VMemError) -> None:
         """Records that a slot's pages could not be unmapped.
@@ -327,100 +298,72 @@ class Reclaimer:
     def poll(self) -> None:
         """Records the results of finished unmaps."""
         for unmap in [unmap for unmap in self.unmaps if unmap.done()]:
-            self._finish(unmap)
+            self.finish(unmap)
 
-    def finish(self, unmap: Unmap | Slide) -> None:
-        """Waits for one unmap and records its result."""
-        self._finish(unmap, None)
-
-    def finish_all(self) -> None:
-        """Waits for every unmap and records the results."""
-        for unmap in list(self.unmaps):
-            self._finish(unmap, None)
-
-    def _finish(self, unmap: Unmap | Slide, timeout: float | None = 0.0) -> None:
-        """Waits up to `timeout` seconds (None: forever) for an unmap and records its result."""
-        if isinstance(unmap, Slide):
-            self._finish_slide(unmap, timeout)
-            return
-        slot, pages, span, off_device = unmap.slot, unmap.pages, unmap.span, unmap.off_device
-        left = [one for one in self.unmaps if one is not unmap]
+    def finish(self, unmap: Unmap | Slide, timeout: float | None = None) -> None:
+        """Waits for one unmap, up to `timeout` seconds (None: forever), and records its result."""
+        slots = unmap.slots if isinstance(unmap, Slide) else [unmap.slot]
         edits: list[list[Any]] = [
-            [self, "unmaps", left],
-            [self, "coming", self.coming - pages],
-            [slot, "job", None],
+            [self, "unmaps", [one for one in self.unmaps if one is not unmap]],
+            [self, "coming", self.coming - unmap.pages],
+            [slots, "job", [None] * len(slots)],
         ]
+        pages, span, off_device = unmap.pages, unmap.span, unmap.off_device
+        uses: dict[Span, int] = {}
         try:
             if unmap.ticket is not None:
                 unmap.ticket.wait(timeout)
         except Timeout:
             return
         except VMemError as error:
-            self.failed(slot, error)
-            # The unmap was rolled back: the pages are still mapped.
-            if not isinstance(error, NotRecoverable):
-                edits += (
-                    [slot, "head", unmap.head],
-                    [slot, "kept", False],
-                    [slot, "tier_map", slot.tier_map.put(*unmap.tier_map.noted)],
-                    [slot, "mapped", unmap.high],
-                    # `dirty` may have increased since the unmap began.
-                    [slot, "dirty", max(slot.dirty, unmap.dirty)],
-                    [slot, "span", span + slot.span],
-                )
-                if slot.block:  # upper bound: the entries' sizes are not known
-                    edits.append([slot, "large_end", unmap.high - unmap.high % slot.block])
-                pages, span, off_device = 0, EMPTY, {}
-        if span.pages:
-            edits += self.shared.use_edits({}, {span: -1})
+            if isinstance(unmap, Slide):
+                pages, span, off_device, uses = self._undo_slide(unmap, error, edits)
+            else:
+                self.failed(unmap.slot, error)
+                if not isinstance(error, NotRecoverable):
+                    edits += _restored(unmap)
+                    pages, span, off_device = 0, EMPTY, {}
+        edits += self.shared.use_edits(uses, {span: -1} if span.pages else {})
         self.journal.change([*edits, *self.free_edits(pages, off_device)])
         self.drop_unheld()
 
-    def _finish_slide(self, slide: Slide, timeout: float | None) -> None:
-        """Implements `_finish` for pages that left the windows of slots."""
-        freed, slid, span, off_device = (
-            slide.pages,
-            self.slid,
-            slide.span,
-            Counter(slide.off_device),
-        )
+    def finish_all(self) -> None:
+        """Waits for every unmap and records the results."""
+        for unmap in list(self.unmaps):
+            self.finish(unmap)
+
+    def _undo_slide(
+        self, slide: Slide, error: VMemError, edits: list[list[Any]]
+    ) -> tuple[int, Span, Counter[Tier], Counter[Span]]:
+        """Appends the edits for pages that a failed slide left mapped.
+
+        Returns:
+            For broken slots, whose pages count as freed: the pages per tensor, the shared pages and
+            the off-device pages. Then, the requests that use shared pages again.
+        """
+        if not slide.quiet:
+            self.failed(None, error)
+        pieces = list(zip(slide.slots, slide.lows, slide.heads, strict=True))
+        if isinstance(error, NotRecoverable):
+            self.mark_broken(pieces)
+        freed, slid, span, off_device = slide.pages, self.slid, EMPTY, Counter(slide.off_device)
         uses: Counter[Span] = Counter()
-        edits: list[list[Any]] = [
-            [self, "unmaps", [one for one in self.unmaps if one is not slide]],
-            [slide.slots, "job", [None] * len(slide.slots)],
-            [self, "coming", self.coming - slide.pages],
-        ]
-        try:
-            slide.ticket.wait(timeout)
-        except Timeout:
-            return
-        except VMemError as error:
-            if not slide.quiet:
-                self.failed(None, error)
-            pieces = list(zip(slide.slots, slide.lows, slide.heads, strict=True))
-            if isinstance(error, NotRecoverable):
-                self.mark_broken(pieces)
-            span = EMPTY
-            for (slot, low, head), owner, share in zip(
-                pieces, slide.owners, slide.shares, strict=True
-            ):
-                if slot.broken:
-                    span = span + share
-                    continue
-                # The unmap was rolled back: the pages are still mapped.
-                tier_map = slot.tier_map.put(*slide.tier_map.get(slot, ALL_ON_DEVICE).noted)
-                outside = tier_map.off_device(low + share.pages, head)
-                off_device.subtract(outside)
-                freed -= head - low - share.pages - sum(outside.values())
-                edits += ([slot, "head", low], [slot, "tier_map", tier_map])
-                edits.append([slot, "span", share + slot.span])
-                if slot.owner == owner:
-                    slid -= head - low
-                    uses[share] += 1
-            edits.append([self, "slid", slid])
-        edits += self.shared.use_edits(uses, {span: -1} if span.pages else {})
-        self.journal.change([*edits, *self.free_edits(freed, off_device)])
-        self.drop_unheld()
+        for (slot, low, head), owner, share in zip(pieces, slide.owners, slide.shares, strict=True):
+            if slot.broken:
+                span = span + share
+                continue
+            # The unmap was rolled back: the pages are still mapped.
+            tier_map = slot.tier_map.put(*slide.tier_map.get(slot, ALL_ON_DEVICE).noted)
+            outside = tier_map.off_device(low + share.pages, head)
+            off_device.subtract(outside)
+            freed -= head - low - share.pages - sum(outside.values())
+            edits += ([slot, "head", low], [slot, "tier_map", tier_map])
+            edits.append([slot, "span", share + slot.span])
+            if slot.owner == owner:
+                slid -= head - low
+                uses[share] += 1
+        edits.append([self, "slid", slid])
+        return freed, span, off_device, uses
 
     def lend(self, span: Span) -> None:
         """Holds a reference to these pages until the next call to `lend`."""
@@ -457,8 +400,7 @@ class Reclaimer:
         ]
         if off_device:
             others = self.off_device.copy()
-            for tier, count in off_device.items():
-                others[tier] -= count * tensors
+            others.subtract({tier: count * tensors for tier, count in off_device.items()})
             edits.append([self, "off_device", others])
         if reclaimed:
             gone = (pages + sum(off_device.values())) * tensors
@@ -467,16 +409,21 @@ class Reclaimer:
 
     def mark_broken(self, pieces: list[Piece]) -> None:
         """Retires each slot that has a quarantined page, after a failed rollback."""
-        layout = self.layout
         for slot, low, high in pieces:
-            for tensor in range(layout.num_tensors):
-                at = slot.addr + layout.offset(0, low, tensor)
-                end = at + (high - low) * layout.page_size
-                while at < end and not slot.broken:
-                    info = self.mapper.context.query(at)
-                    if RangeFlags.QUARANTINED in info.flags:
-                        self.table.mark_broken(slot)
-                    at += info.run_bytes
+            runs = self._runs(slot, low, high)
+            if not slot.broken and any(RangeFlags.QUARANTINED in info.flags for *_, info in runs):
+                self.table.mark_broken(slot)
+
+    def _runs(self, slot: Slot, low: int, high: int) -> Iterator[tuple[int, int, RangeInfo]]:
+        """Yields the address, the size and the state of the runs in pages [low, high) of a slot."""
+        for tensor in range(self.layout.num_tensors):
+            at = slot.addr + self.layout.offset(0, low, tensor)
+            end = at + (high - low) * self.layout.page_size
+            while at < end:
+                info = self.mapper.context.query(at)
+                size = min(info.run_bytes, end - at)
+                yield at, size, info
+                at += size
 
     def salvage(self, slot: Slot) -> None:
         """Unmaps the remaining pages of a freed request that lost its rows, after its GPU work.
@@ -484,34 +431,19 @@ class Reclaimer:
         Raises:
             VMemError: they could not be unmapped; nothing has changed.
         """
-        layout = self.layout
-        runs: list[tuple[int, int]] = []
-        quarantined = False
-        for tensor in range(layout.num_tensors):
-            at = slot.addr + layout.offset(0, 0, tensor)
-            end = at + slot.mapped * layout.page_size
-            while at < end:
-                info = self.mapper.context.query(at)
-                size = min(info.run_bytes, end - at)
-                if info.mapped:
-                    runs.append((at, size))
-                quarantined |= RangeFlags.QUARANTINED in info.flags
-                at += size
+        runs = list(self._runs(slot, 0, slot.mapped))
+        quarantined = any(RangeFlags.QUARANTINED in info.flags for *_, info in runs)
         ops = OpBatch(len(runs) or 1)
-        for at, size in runs:
-            ops.unmap(at, size, split=True)
+        for at, size, info in runs:
+            if info.mapped:
+                ops.unmap(at, size, split=True)
         span, first = slot.span, slot.shared
         own, off_device = slot.mapped - first, slot.tier_map.off_device(first, slot.mapped)
-        gone = {
-            "span": EMPTY,
-            "mapped": 0,
-            "large_end": 0,
-            "head": 0,
-            "dirty": 0,
-            "rows_lost": False,
-        }
-        edits: list[list[Any]] = [[slot, name, value] for name, value in gone.items()]
-        edits += ([slot, "broken", quarantined], [slot, "tier_map", ALL_ON_DEVICE])
+        edits: list[list[Any]] = [
+            *([slot, name, 0] for name in ("mapped", "large_end", "head", "dirty")),
+            *([slot, "span", EMPTY], [slot, "tier_map", ALL_ON_DEVICE]),
+            *([slot, "rows_lost", False], [slot, "broken", quarantined]),
+        ]
         edits += self.free_edits(own - sum(off_device.values()), off_device)
         edits += self.shared.use_edits({}, {span: -1})
         self.mapper.commit(edits, ops, slot.events)
@@ -527,10 +459,8 @@ class Reclaimer:
         first, *others = self.errors
         self.errors.clear()
         if others:
-            first.args = (
-                f"{first}; and {len(others)} more background batches failed",
-                *first.args[1:],
-            )
+            text = f"{first}; and {len(others)} more background batches failed"
+            first.args = (text, *first.args[1:])
         raise first
 
     # ---- choosing victims ------------------------------------------------------------------------
@@ -538,17 +468,12 @@ class Reclaimer:
     @property
     def free(self) -> int:
         """Number of physical pages that the cache could allocate now."""
-        own = self.limit - self.device_pages
-        if self.share is None:
-            return own
-        return min(own, self.share.room() // self.layout.page_size)
+        return min(self.limit - self.device_pages, self.room // self.layout.page_size)
 
     @property
     def projected_free(self) -> int:
         """`free` plus the pages that the budget could still get; compared with the watermark."""
-        if self.share is None:
-            return self.free
-        room = self.share.room() + self.share.beyond()
+        room = self.room + (0 if self.share is None else self.share.beyond())
         return min(self.limit - self.device_pages, room // self.layout.page_size)
 
     @property
@@ -568,7 +493,7 @@ class Reclaimer:
 
     def drop_mapping_errors(self) -> None:
         """Discards errors from background growth that ran out of mappings and was rolled back."""
-        if self.errors:
+        if self.errors:  # every call of a rank runs this
             self.errors = [one for one in self.errors if not isinstance(one, TooManyMappings)]
 
     def make_room(
@@ -621,12 +546,9 @@ class Reclaimer:
     @property
     def leaving(self) -> int:
         """Number of physical pages of evicted prefixes that unmapping slots will free."""
-        return self.shared.leaving(self._going()) * self.layout.num_tensors
-
-    def _going(self) -> list[Span]:
-        """Returns the shared pages that are being unmapped or will be."""
         stale = [slot.span for slot in self.table.stale if not slot.kept]
-        return [unmap.span for unmap in self.unmaps] + stale
+        going = [unmap.span for unmap in self.unmaps] + stale  # now or later
+        return self.shared.leaving(going) * self.layout.num_tensors
 
     def begin_unmaps(self, pages: int, keep: Mapping[Slot, int], *, now: bool = True) -> None:
         """Starts unmapping until `pages` physical pages are being unmapped.
@@ -643,13 +565,7 @@ class Reclaimer:
         self._begin_unmaps(self.table.victims(), pages, pending, keep, now=now)
 
     def _begin_unmaps(
-        self,
-        slots: Iterable[Slot],
-        pages: int,
-        pending: int,
-        keep: Mapping[Slot, int],
-        *,
-        now: bool,
+        self, slots: Iterable[Slot], pages: int, pending: int, keep: Mapping[Slot, int], now: bool
     ) -> int:
         """Starts unmapping pages of `slots` until `pages` physical pages are being unmapped.
 
@@ -696,45 +612,29 @@ class Reclaimer:
         """Returns how many device pages per tensor are unowned, excluding those being unmapped."""
         # This includes the surplus of slots with an unmap in flight, which can be unmapped later.
         spare = self.table.columns.spare
-        for slot in keep:
-            job = slot.job
-            if self.table.slots[slot.index] is not slot:
-                continue  # a slot of another group
-            if (
-                slot.mapped == slot.granted
-                or slot.rows_lost
-                or not (job is None or job.takes_pages)
-            ):
-                continue  # not included in `columns.spare`
-            spare += slot.spare_beyond(keep[slot]) - slot.spare_beyond(0)
+        for slot, pages in keep.items():
+            own = self.table.slots[slot.index] is slot  # not a slot of another group
+            grows = slot.job is not None and not slot.job.takes_pages
+            # Otherwise, `columns.spare` does not include the slot.
+            if own and slot.mapped != slot.granted and not (slot.rows_lost or grows):
+                spare += slot.spare_beyond(pages) - slot.spare_beyond(0)
         return spare + self.shared.pages - self.shared.used - self.leased()
 
     def obtainable(self, keep: Mapping[Slot, int]) -> int:
         """Returns the number of physical pages that are free, being unmapped, or reclaimable."""
-        own = self.limit - self.device_pages
-        if self.share is not None:
-            own = min(own, self.share.within_reach() // self.layout.page_size)
-        return own + self.idle(keep)
+        room = self.room if self.share is None else self.share.within_reach()
+        free = min(self.limit - self.device_pages, room // self.layout.page_size)
+        return free + self.idle(keep)
 
     def idle(self, keep: Mapping[Slot, int]) -> int:
         """Returns how many physical pages no request owns, including those being unmapped."""
-        return self.returning + self.spare(keep) * self.layout.num_tensors
+        return (self.coming + self.spare(keep)) * self.layout.num_tensors
 
-    def release_below(self, free_pages: int) -> None:
-        """Starts unmapping free slots until `free_pages` pages are free or being unmapped."""
-        missing = free_pages - self.projected_free - self.returning
-        tensors = self.layout.num_tensors
-        if missing <= 0:
-            return
-        for slot in self.table.victims(active=False):
-            take = self._share_of(slot, slot.spare, -(-missing // tensors))
-            if take <= 0:
-                continue
-            if not self.try_unmap(slot, slot.mapped - take):
-                return
-            missing -= take * tensors
-            if missing <= 0:
-                return
+    def keep_watermark(self) -> None:
+        """Starts unmapping free slots until memory is not scarce or will no longer be."""
+        missing = self.low_pages - self.projected_free - self.returning
+        if missing > 0:
+            self._begin_unmaps(self.table.victims(active=False), missing, 0, {}, now=False)
 
     def release_before(self, step: int, prepared: Slot | None, keep: int) -> bool:
         """Starts unmapping slots freed at `step` or earlier.
@@ -805,6 +705,23 @@ class Reclaimer:
         return missing <= 0
 
 
+def _restored(unmap: Unmap) -> list[list[Any]]:
+    """Returns the edits for an unmap that was rolled back: the pages are still mapped."""
+    slot, high = unmap.slot, unmap.high
+    edits: list[list[Any]] = [
+        [slot, "head", unmap.head],
+        [slot, "kept", False],
+        [slot, "tier_map", slot.tier_map.put(*unmap.tier_map.noted)],
+        [slot, "mapped", high],
+        # `dirty` may have increased since the unmap began.
+        [slot, "dirty", max(slot.dirty, unmap.dirty)],
+        [slot, "span", unmap.span + slot.span],
+    ]
+    if slot.block:  # upper bound: the entries' sizes are not known
+        edits.append([slot, "large_end", high - high % slot.block])
+    return edits
+
+
 def wait_for_unmaps(reclaimers: Sequence[Reclaimer], enough: Callable[[], bool]) -> None:
     """Waits until `enough` returns True or no unmap is in flight."""
     while not enough():
@@ -813,6 +730,6 @@ def wait_for_unmaps(reclaimers: Sequence[Reclaimer], enough: Callable[[], bool])
             return
         # The unmaps may complete in any order, so wait for each only briefly.
         for one, unmap in pending:
-            one._finish(unmap, None if len(pending) == 1 else _SLICE_S)
+            one.finish(unmap, None if len(pending) == 1 else _SLICE_S)
             if enough():
                 return

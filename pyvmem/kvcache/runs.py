@@ -61,22 +61,16 @@ class Runs:
         refused: text of the error if the last growth ran out of mappings; otherwise "".
     """
 
-    def __init__(
-        self, reclaimer: Reclaimer, mover: Mover, config: KVCacheConfig, device: int | None
-    ) -> None:
+    def __init__(self, reclaimer: Reclaimer, mover: Mover, config: KVCacheConfig) -> None:
         self._reclaimer = reclaimer
         self._mover = mover
-        self._mapper = reclaimer.mapper
         self._context = reclaimer.mapper.context
         self._table = reclaimer.table
         self._layout = layout = reclaimer.layout
         self._counters = reclaimer.counters
-        self._device = device
         self.limit = self._context.info.max_mappings
-        self._fraction = config.growth_fraction
         self.join_at = int(config.join_at * self.limit)
-        self._joins = Caps.JOIN in self._context.info.caps
-        self.joins = self._joins and self.join_at > 0
+        self.joins = Caps.JOIN in self._context.info.caps and self.join_at > 0
         self._chunk = max(1, _RUN_BYTES // layout.page_size)
         self._used = self._seen = 0  # mappings, and pages grown, at the last count
         self._count()
@@ -86,8 +80,8 @@ class Runs:
         self._columns = columns = self._table.columns
         self._calls, self._joined = columns.calls, columns.joined
         columns.runs.last, columns.runs.tensors = layout.slot_pages, layout.num_tensors
-        columns.runs.longest = self._chunk if self._fraction else 1
-        columns.runs.fraction = self._fraction
+        columns.runs.longest = self._chunk if config.growth_fraction else 1
+        columns.runs.fraction = config.growth_fraction
         # A small cache gains nothing from 2 MiB entries.
         large = reclaimer.limit * layout.page_size >= migration.REACH
         reclaimer.block = layout.block if large else 0
@@ -113,23 +107,20 @@ class Runs:
 
     # ---- growth ----------------------------------------------------------------------------------
 
-    def read_free(self, kept: int = 0, room: int | None = None) -> None:
+    def read_free(self, room: int | None, kept: int = 0) -> None:
         """Writes the free memory and mappings to `Columns.runs`.
 
         `Columns.plan` and `Columns.goals` use them.
 
         Args:
+            room: bytes free in the budget; None: there is no budget.
             kept: physical pages that the growth must leave free.
-            room: bytes free in the budget, if known.
         """
         runs, reclaimer = self._columns.runs, self._reclaimer
         free = reclaimer.limit - reclaimer.device_pages
-        if room is None and reclaimer.share is not None:
-            room = reclaimer.share.room()
         if room is not None:
             free = min(free, room // self._layout.page_size)
-        free -= kept
-        runs.free = free // self._layout.num_tensors if free > 0 else 0
+        runs.free = max(0, free - kept) // self._layout.num_tensors
         if runs.longest == 1:
             return
         used = self.used if self.limit else 0
@@ -149,7 +140,7 @@ class Runs:
         self._spare -= pages
         if self._spare >= open_pages:
             return
-        limit = min(reclaimer.limit - reclaimer.device_pages, reclaimer.room // layout.page_size)
+        limit = reclaimer.free
         # Ask for a quarter more, so that the pool's statistics are rarely read.
         want = min(pages + open_pages * 5 // 4, limit)
         free = self._context.stats().free_bytes // layout.page_size
@@ -161,7 +152,7 @@ class Runs:
                 _log.debug("the pool could not grow: %s", str(error))
         self._spare = free - pages
 
-    def goals(self, want: Sequence[tuple[Slot, int]], room: int | None) -> list[int] | None:
+    def goals(self, want: Sequence[tuple[Slot, int]], room: int) -> list[int] | None:
         """Returns how many pages per tensor to map for each slot, at least what it needs.
 
         Returns None to map exactly what the slots need. For `room`, see `read_free`.
@@ -169,26 +160,18 @@ class Runs:
         runs = self._columns.runs
         if runs.longest == 1:
             return None
-        self.read_free(room=room)
+        self.read_free(room)
         # Only slots in use get surplus pages.
-        idle, places = 0, []
-        needs, mapped, heads, goals = [], [], [], []
-        for place, (slot, pages) in enumerate(want):
-            goals.append(pages)
-            if slot.active:
-                places.append(place)
-                needs.append(pages)
-                mapped.append(slot.mapped)
-                heads.append(slot.head)
-            elif pages > slot.mapped:
-                idle += pages - slot.mapped
+        used = [(slot, pages) for slot, pages in want if slot.active]
+        idle = sum([max(0, pages - slot.mapped) for slot, pages in want if not slot.active])
         runs.free -= min(runs.free, idle)
+        needs = [pages for _, pages in used]
+        mapped, heads = [slot.mapped for slot, _ in used], [slot.head for slot, _ in used]
         found = self._columns.goals(needs, mapped, heads)
         if found == needs:
             return None
-        for place, goal in zip(places, found, strict=True):
-            goals[place] = goal
-        return goals
+        goals = iter(found)
+        return [next(goals) if slot.active else pages for slot, pages in want]
 
     def grown(self, pieces: Sequence[Piece]) -> None:
         """Records newly mapped pages; called only if mappings are limited."""
@@ -214,7 +197,8 @@ class Runs:
         for slot in self._table:
             calls = min(self._calls[slot.index], slot.mapped)
             if slot.active:
-                calls = max(0, calls - self._pieces(slot)) if self.joins else 0
+                left = -(-(slot.mapped - self._first(slot)) // self._chunk)  # after joining
+                calls = max(0, calls - left) if self.joins else 0
             found += calls
         return found * self._layout.num_tensors
 
@@ -222,8 +206,9 @@ class Runs:
         """Estimates how many mappings running requests and free slots have, respectively."""
         found = [0, 0]
         for slot in self._table:
-            found[not slot.active] += min(self._calls[slot.index], slot.mapped)
-        return found[0] * self._layout.num_tensors, found[1] * self._layout.num_tensors
+            calls = min(self._calls[slot.index], slot.mapped)
+            found[not slot.active] += calls * self._layout.num_tensors
+        return found[0], found[1]
 
     @property
     def left(self) -> int:
@@ -252,11 +237,17 @@ class Runs:
         Stops after about `most` driver calls, or when about `spare` mappings are freed.
         """
         tensors = self._layout.num_tensors
-        slots = [slot for slot in self._table if self._can_join(slot)]
+        slots = [
+            slot
+            for slot in self._table
+            if self._calls[slot.index] >= _LEAST
+            and slot.active
+            and not (slot.job or slot.rows_lost or slot in self._mover.moves)
+        ]
         if not slots:
             return
         slots.sort(key=lambda slot: -self._calls[slot.index])
-        self._wait()
+        wait_for_device(self._stream, self._mover.device)
         with self._counters.waiting():
             for slot in slots:
                 if spare <= 0 or most <= 0:
@@ -268,28 +259,11 @@ class Runs:
                     continue
                 except VMemError as error:
                     if isinstance(error, NotRecoverable):
-                        self._table.mark_broken(slot)
-                        self._table.change(slot, rows_lost=True)
+                        self._table.lose(slot, error)
                     self._reclaimer.errors.append(error)
                     break
         before = self._used
         _log.debug("joining: %d mappings, down from %d", self._count(), before)
-
-    def _can_join(self, slot: Slot) -> bool:
-        return (
-            slot.active
-            and slot.job is None
-            and not slot.rows_lost
-            and self._calls[slot.index] >= _LEAST
-            and slot not in self._mover.moves
-        )
-
-    def _pieces(self, slot: Slot) -> int:
-        """Returns how many runs per tensor would remain after joining a slot.
-
-        Runs that were joined earlier are not counted.
-        """
-        return -(-(slot.mapped - self._first(slot)) // self._chunk)
 
     def _first(self, slot: Slot) -> int:
         """Returns the first page to join.
@@ -310,11 +284,7 @@ class Runs:
             nbytes = (slot.mapped - first) * layout.page_size
             for tensor in range(layout.num_tensors):
                 at = slot.addr + layout.offset(0, first, tensor)
-                calls += self._mapper.join(at, nbytes)
+                calls += self._reclaimer.mapper.join(at, nbytes)
         self._calls[slot.index] = 1
         self._joined[slot.index] = slot.mapped
         return calls
-
-    def _wait(self) -> None:
-        """Waits for all work on the device, on every stream."""
-        wait_for_device(self._stream, self._device)

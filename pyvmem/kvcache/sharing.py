@@ -42,7 +42,7 @@ class Sharing:
         self.mapper = pager.mapper
         self.table = pager.reclaimer.table
         self.layout = pager.layout
-        self.device = pager.device
+        self.device = pager.mover.device
         self.config = config
         self._allowed: dict[Feature, ContextInfo] = {}  # the context's info at the last check
 

@@ -359,13 +359,13 @@ class Growth:
     """New pages and zero-fills for a `step`, or for eager pages.
 
     It has at most two batches: `mapping` maps new pages and runs the fills that need not wait, all
-    or nothing; `filling` runs the fills that must follow earlier owners' GPU work. Each is None if
-    there is no such batch or if it has already run. `handover` holds earlier owners' GPU work that
-    the new owner's stream must wait for, for pages that are not zero-filled. With `ahead`, the
-    pages are not granted, since no caller requested them. With `quiet`, a failure is not raised,
-    since no caller requested the growth or another group in the same batch raises it. The counts
-    are physical pages. `grants` holds slots, each with its owner number and the pages per tensor
-    that this owner will have.
+    or nothing; `filling` runs the fills that must follow earlier owners' GPU work, those of `late`.
+    Each is None if there is no such batch or if it has already run. `handover` holds earlier
+    owners' GPU work that the new owner's stream must wait for, for pages that are not zero-filled.
+    With `ahead`, the pages are not granted, since no caller requested them. With `quiet`, a failure
+    is not raised, since no caller requested the growth or another group in the same batch raises
+    it. The counts are physical pages. `grants` holds slots, each with its owner number and the
+    pages per tensor that this owner will have.
     """
 
     takes_pages: ClassVar[bool] = False
@@ -374,6 +374,7 @@ class Growth:
     pieces: list[Piece] = field(default_factory=list)
     grants: list[tuple[Slot, int, int]] = field(default_factory=list)
     handover: list[Any] = field(default_factory=list)
+    late: list[Piece] = field(default_factory=list)
     mapping: Any = None
     filling: Any = None
     granted: bool = False

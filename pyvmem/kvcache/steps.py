@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import logging
 from array import array
+from collections import Counter
 from collections.abc import Sequence
-from operator import itemgetter
+from itertools import accumulate
+from operator import attrgetter, itemgetter
 from typing import Any, TypeAlias
 
 from pyvmem.errors import TooManyMappings
 from pyvmem.kvcache.events import wait_for_device
 from pyvmem.kvcache.group import Group, prepare
-from pyvmem.kvcache.growth import Pager, extend, fit, grow, within_reach
+from pyvmem.kvcache.growth import Pager, Want, Wants, extend, fit, grow, needs_of, within_reach
 from pyvmem.kvcache.mappings import warn_out_of_mappings, who_has_mappings
 from pyvmem.kvcache.reclaim import Share
 from pyvmem.kvcache.slots import Slot
@@ -26,15 +28,13 @@ __all__ = ["step", "step_async"]
 
 _log = logging.getLogger(__name__)
 
-_Want: TypeAlias = tuple[Group, Slot, int]
-"""A group, a slot, and the pages per tensor that it should have."""
 _Begun: TypeAlias = tuple[Group, "array[int]", int, list[int]]
 """A group, the rows held after the step, their sum, and the slots that need more pages."""
 
 
 def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
     """Implements `KVCache.step`, in all groups or none. Returns 0 or -1."""
-    begun, growing, cuts = [], [], 0
+    begun, growing = [], []
     try:
         for group in groups:
             pager, reclaimer, mover = group.pager, group.reclaimer, group.mover
@@ -51,7 +51,6 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
             if reclaimer.errors:
                 reclaimer.raise_errors()
             begun.append((group, rows, total, short))
-            cuts += group.layout.block
             if short:
                 growing.append(pager)
         names = any(seq_lens)
@@ -59,7 +58,7 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
             groups[0].named = True
         if growing:
             done = extend(growing, background=False) or _grow_for(begun, stream)
-            if not done and not (cuts and _grow_by_cutting(begun, stream)):
+            if not done and not _grow_by_cutting(begun, stream):
                 _note_short(groups)
                 return -1
             own = groups[0].reclaimer
@@ -69,7 +68,10 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
         if groups[0].table.lockstep:  # raise, since other ranks may not have failed
             error.args = (f"{error}; {who_has_mappings(groups)}", *error.args[1:])
             raise
-        _note_out_of_mappings(groups, error)
+        groups[0].pager.runs.refused = str(error)
+        _note_short(groups)
+        for group in groups:  # the growth was already rolled back
+            group.pager.runs.relieve()
         return -1
     # No call into the context may come between the row updates of two groups. Recovery stops at
     # such a call, so an interruption would then leave some groups with new rows and others with old
@@ -127,19 +129,17 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
 def step_async(groups: Sequence[Group], seq_lens: Sequence[int]) -> int:
     """Implements `KVCache.step_async`, in all groups or none. Returns 0 or -1."""
     begun = []
-    lacking = False
     for group in groups:
-        _, _, short = group.pager.scan(seq_lens)
+        *_, short = group.pager.scan(seq_lens)
         if group.reclaimer.unmaps:
             group.reclaimer.poll()
         if group.mover.cancelled:
             group.mover.sweep()
         begun.append((group, short))
-        lacking = lacking or bool(short)
-    if lacking and not _begin_growing(begun):
-        _note_short(groups)
-        return -1
-    if lacking:
+    if any(map(itemgetter(1), begun)):
+        if not _begin_growing(begun):
+            _note_short(groups)
+            return -1
         _keep_watermarks(groups)
     for group in groups:
         group.counters.steps_async += 1
@@ -147,19 +147,17 @@ def step_async(groups: Sequence[Group], seq_lens: Sequence[int]) -> int:
 
 
 def _keep_watermarks(groups: Sequence[Group]) -> None:
-    """Calls `Group.keep_watermark` for each group below its watermark.
+    """Calls `Reclaimer.keep_watermark` for each group below its watermark.
 
     If there is a budget, the groups share it.
     """
-    share = groups[0].reclaimer.share
-    room = 0 if share is None else share.room() + share.beyond()
+    first = groups[0].reclaimer
+    room = first.room if first.share is None else first.share.room() + first.share.beyond()
     for group in groups:
         own = group.reclaimer
-        left = own.limit - own.device_pages
-        if share is not None:
-            left = min(left, room // group.layout.page_size)
+        left = min(own.limit - own.device_pages, room // group.layout.page_size)
         if left < own.watermark * own.limit:
-            group.keep_watermark()
+            own.keep_watermark()
 
 
 def _grow_for(begun: Sequence[_Begun], stream: Any) -> bool:
@@ -179,9 +177,11 @@ def _grow_by_cutting(begun: Sequence[_Begun], stream: Any) -> bool:
     Splits the largest surplus first, and stops when there is enough.
     """
     found = []
-    for group, _, _, short in begun:
+    for group, *_, short in begun:
+        if not group.layout.block:
+            continue
         needs = dict(group.pager.wants(short))
-        for slot in group.table if group.layout.block else ():
+        for slot in group.table:
             keep = max(slot.granted, needs.get(slot, 0))
             if pages := slot.splittable_beyond(keep):
                 found.append((-pages * group.page_bytes, slot.index, group, keep))
@@ -211,117 +211,100 @@ def _begin_growing(begun: Sequence[tuple[Group, list[int]]]) -> bool:
     else:
         if extend([group.pager for group, short in begun if short], background=True):
             return True
-    groups = [group for group, _ in begun]
-    wants = [want for group, short in begun for want in _not_promised(group, short)]
-    if groups[0].table.lockstep:
-        return _grow(groups, wants, reclaim=True)
-    return _grow_or_leave(groups, wants)
+    wants = [(group.pager, _not_promised(group, short)) for group, short in begun]
+    if begun[0][0].table.lockstep:
+        return grow(wants, background=True)
+    return _grow_or_leave([group for group, _ in begun], wants)
 
 
-def _not_promised(group: Group, short: list[int]) -> list[_Want]:
+def _not_promised(group: Group, short: list[int]) -> Want:
     """Returns the slots that need more pages than growth in flight will grant."""
     promised = {
         (slot, owner): pages for job in group.pager.growths for slot, owner, pages in job.grants
     }
     return [
-        (group, slot, pages)
+        (slot, pages)
         for slot, pages in group.pager.wants(short)
         if promised.get((slot, slot.owner), 0) < pages
     ]
 
 
-def _grow_or_leave(groups: Sequence[Group], wants: list[_Want]) -> bool:
+def _grow_or_leave(groups: Sequence[Group], wants: Wants) -> bool:
     """Maps what fits now and starts reclaiming memory for the remaining pages. Never blocks.
 
     A later call maps the remaining pages, or the `step` waits for them. Returns False if, according
     to the records, even reclaiming would not free enough. A `Growth` completes as a whole, so slots
     that must wait for an earlier owner's GPU work get a separate one.
     """
-    before = _left_to_a_step(groups, wants)
-    now = [one for one in wants if not one[0].pager.is_held_up(one[1])]
-    everything = wants + before
-    needs = _needs(groups, everything)
+    now, ready, everything = [], [], []
+    for group, (pager, want) in zip(groups, wants, strict=True):
+        before = _left_to_a_step(group, want)
+        some = [one for one in want if not pager.is_held_up(one[0])]
+        now.append((pager, some))
+        ready.append((pager, some + before))
+        everything.append((pager, want + before))
+    needs = needs_of(everything)
     if not fit(needs) and not (
         within_reach(needs, _keep(everything)) is not None and _begin_to_reclaim(groups, everything)
     ):
         return False
-    ready = now + before
-    fits = fit(_needs(groups, ready))
+    fits = fit(needs_of(ready))
     if not fits:  # grow some slots now; the others get their pages later
-        now = _select_fitting(groups, now)
-    slow = {slot for group, slot, _ in now if group.pager.is_slow(slot)}
-    if _grow(groups, [one for one in now if one[1] not in slow]):
-        _grow(groups, [one for one in now if one[1] in slow])
+        now = _select_fitting(now)
+    slow = {slot for pager, want in now for slot, _ in want if pager.is_slow(slot)}
+    first = [(pager, [one for one in want if one[0] not in slow]) for pager, want in now]
+    second = [(pager, [one for one in want if one[0] in slow]) for pager, want in now]
+    if grow(first, background=True, reclaim=False):
+        grow(second, background=True, reclaim=False)
     elif (
         fits
-        and fit(_needs(groups, ready))
+        and fit(needs_of(ready))
         # The driver has less memory than the records say; reclaiming may still free enough.
         and not _begin_to_reclaim(groups, everything, more=groups[0].reclaimer.room)
     ):
         return False
-    for group in groups:
+    for group, (_, want) in zip(groups, wants, strict=True):
         group.pager.runs.refused = ""
-    for group, slot, pages in wants:
-        if slot.grows_from < pages:
-            group.left[slot] = slot.owner, pages
+        left = {slot: (slot.owner, pages) for slot, pages in want if slot.grows_from < pages}
+        group.left.update(left)
     return True
 
 
-def _left_to_a_step(groups: Sequence[Group], wants: Sequence[_Want]) -> list[_Want]:
+def _left_to_a_step(group: Group, want: Want) -> Want:
     """Returns the pages that earlier calls promised to other slots but no batch maps yet."""
-    named = {slot for _, slot, _ in wants}
-    found = []
-    for group in groups:
-        for slot, (owner, pages) in list(group.left.items()):
-            if slot.owner != owner or not slot.active or slot.grows_from >= pages:
-                del group.left[slot]
-            elif slot not in named:
-                found.append((group, slot, pages))
+    named, found = dict(want), []
+    for slot, (owner, pages) in list(group.left.items()):
+        if slot.owner != owner or not slot.active or slot.grows_from >= pages:
+            del group.left[slot]
+        elif slot not in named:
+            found.append((slot, pages))
     return found
 
 
-def _grow(groups: Sequence[Group], wants: Sequence[_Want], *, reclaim: bool = False) -> bool:
-    """Calls `growth.grow`, which runs in the background."""
-    each: dict[Group, list[tuple[Slot, int]]] = {group: [] for group in groups}
-    for group, slot, pages in wants:
-        each[group].append((slot, pages))
-    parts = [(group.pager, want) for group, want in each.items()]
-    return grow(parts, background=True, reclaim=reclaim)
+def _keep(wants: Wants) -> dict[Slot, int]:
+    return {slot: pages for _, want in wants for slot, pages in want}
 
 
-def _needs(groups: Sequence[Group], wants: Sequence[_Want]) -> list[tuple[Pager, int]]:
-    """Returns the number of physical pages to map, per group."""
-    pages = dict.fromkeys(groups, 0)
-    for group, slot, count in wants:
-        pages[group] += max(0, count - slot.grows_from) * group.layout.num_tensors
-    return [(group.pager, count) for group, count in pages.items()]
-
-
-def _keep(wants: Sequence[_Want]) -> dict[Slot, int]:
-    return {slot: pages for _, slot, pages in wants}
-
-
-def _select_fitting(groups: Sequence[Group], wants: Sequence[_Want]) -> list[_Want]:
+def _select_fitting(wants: Wants) -> list[tuple[Pager, Want]]:
     """Returns the slots with the smallest needs that together fit the free memory, in all groups.
 
     A decoding request then need not wait for the memory that another request's prompt needs.
     """
-    lacking: dict[int, int] = {}
-    for group, slot, pages in wants:
-        more = max(0, pages - slot.grows_from) * group.page_bytes
-        lacking[slot.index] = lacking.get(slot.index, 0) + more
-    room = groups[0].reclaimer.room
-    chosen = set[int]()
-    for index in sorted(lacking, key=lacking.__getitem__):
-        room -= lacking[index]
-        if room < 0:
-            break
-        chosen.add(index)
-    some = [one for one in wants if one[1].index in chosen]
-    return some if fit(_needs(groups, some)) else []  # empty if a group is at its limit
+    lacking: Counter[int] = Counter()
+    for pager, want in wants:
+        for slot, pages in want:
+            lacking[slot.index] += max(0, pages - slot.grows_from) * pager.page_bytes
+    room = wants[0][0].reclaimer.room
+    order = sorted(lacking, key=lacking.__getitem__)
+    totals = accumulate(map(lacking.__getitem__, order))
+    chosen = {index for index, total in zip(order, totals, strict=True) if total <= room}
+    some = [(pager, [one for one in want if one[0].index in chosen]) for pager, want in wants]
+    if fit(needs_of(some)):
+        return some
+    return [(pager, []) for pager, _ in wants]  # a group is at its limit
 
 
-def _begin_to_reclaim(groups: Sequence[Group], wants: Sequence[_Want], more: int = 0) -> bool:
+def _begin_to_reclaim(groups: Sequence[Group], wants: Wants, more: int = 0) -> bool:
     """Starts reclaiming the pages that slots need. Never blocks.
 
     Reclaims in the same order as `Reclaimer.make_room`: first pages of slots, then recorded
@@ -354,10 +337,10 @@ def _begin_to_reclaim(groups: Sequence[Group], wants: Sequence[_Want], more: int
 
 
 def _begin_what_comes_back(
-    groups: Sequence[Group], wants: Sequence[_Want], others: Share | None, more: int
+    groups: Sequence[Group], wants: Wants, others: Share | None, more: int
 ) -> int:
     """Runs one pass of `_begin_to_reclaim`; returns how many bytes are still missing."""
-    first, keep, needs = groups[0].reclaimer, _keep(wants), _needs(groups, wants)
+    first, keep, needs = groups[0].reclaimer, _keep(wants), needs_of(wants)
     need = more + sum(pages * pager.layout.page_size for pager, pages in needs)
 
     def lacking() -> int:
@@ -403,12 +386,9 @@ def _begin_what_comes_back(
 
 
 def _note_short(groups: Sequence[Group]) -> None:
-    edits: list[list[Any]] = []
-    refused = ""
-    for group in groups:
-        edits.append([group.counters, "short", group.counters.short + 1])
-        refused = refused or group.pager.runs.refused
+    edits = [[group.counters, "short", group.counters.short + 1] for group in groups]
     groups[0].journal.change(edits)  # not counted if interrupted before the call returns -1
+    refused = next(filter(None, map(attrgetter("pager.runs.refused"), groups)), "")
     if refused:
         warn_out_of_mappings(groups, refused)
     if _log.isEnabledFor(logging.DEBUG):
@@ -421,11 +401,3 @@ def _note_short(groups: Sequence[Group]) -> None:
                 reclaimer.obtainable({}) - reclaimer.free,
                 len(group.table) - group.table.free_count,
             )
-
-
-def _note_out_of_mappings(groups: Sequence[Group], error: TooManyMappings) -> None:
-    """Records that mappings ran out, and joins runs; the growth was already rolled back."""
-    groups[0].pager.runs.refused = str(error)
-    _note_short(groups)
-    for group in groups:
-        group.pager.runs.relieve()

@@ -47,37 +47,26 @@ def trim(
     groups, context = manager.groups, manager.context
     unmap_idle(groups, prefixes)
     context.trim(0)
-    if compact:
-        _compact(manager, stream)
-    elif compact is None and can_compact(manager):
-        with groups[0].counters.waiting():
-            for event in last_work(groups):
-                wait_for(event)
-            context.compact()
-    for group in groups:
-        group.reclaimer.raise_errors()
-    back = max(0, before - context.stats().slab_bytes)
-    _log.debug("trim: %d of %d bytes given back to the device", back, before)
-    return back
-
-
-def _compact(manager: Manager, stream: Any) -> None:
-    """Compacts partly used slabs, after waiting for all work on the device.
-
-    Raises:
-        NotSupported: the cache does not own the context.
-    """
-    if not manager.owns_context:
+    if compact and not manager.owns_context:
         raise NotSupported(
             "compact: the cache does not own the context, and others may be using its pages; "
             "only a caller that knows all users may call Context.compact",
             errno=errno.EOPNOTSUPP,
             op="KVCache.trim",
         )
-    first = manager.groups[0]
-    with first.counters.waiting():
-        wait_for_device(stream, first.device)
-        manager.context.compact()
+    if compact or (compact is None and can_compact(manager)):
+        with groups[0].counters.waiting():
+            if compact:
+                wait_for_device(stream, groups[0].device)
+            else:
+                for event in last_work(groups):
+                    wait_for(event)
+            context.compact()
+    for group in groups:
+        group.reclaimer.raise_errors()
+    back = max(0, before - context.stats().slab_bytes)
+    _log.debug("trim: %d of %d bytes given back to the device", back, before)
+    return back
 
 
 def can_compact(manager: Manager) -> bool:
@@ -107,12 +96,9 @@ def last_work(groups: Sequence[Group]) -> list[Any]:
     for group in groups:
         group.idle_step_work = prune(group.idle_step_work)
         events += group.idle_step_work
-        for slot in group.table:
-            slot.events = prune(slot.events)
-            events += slot.events
-        for block in group.reclaimer.shared.blocks:
-            block.events = prune(block.events)
-            events += block.events
+        for one in (*group.table, *group.reclaimer.shared.blocks):
+            one.events = prune(one.events)
+            events += one.events
     return events
 
 

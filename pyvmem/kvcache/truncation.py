@@ -167,7 +167,7 @@ class Truncation:
             [slot, "mapped", mapped],
             [slot, "dirty", min(max(slot.dirty, slot.granted), mapped)],
             [slot, "large_end", slot.large_end_below(mapped)],
-            *group.pager.grant_edits(slot, granted),
+            *group.pager.grant_edits([(slot, granted)]),
             *group.reclaimer.shared.use_edits({gone: -1}, {gone: -1}),
             *group.reclaimer.free_edits(slot.here_from(own), off_device),
         ]

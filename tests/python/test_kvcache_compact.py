@@ -16,7 +16,7 @@ from conftest import open_context
 from kvcache_helpers import eventually, has_tensors
 
 from pyvmem import Context, FdEvent, NotSupported
-from pyvmem.kvcache import KVCache, KVCacheConfig, LayeredCache, LayerShape
+from pyvmem.kvcache import KVCache, KVCacheConfig, LayeredCache, LayerShape, idle
 
 SLAB = 64 << 20
 # allowance for the driver's own memory, such as page tables: 60 MB on an H100
@@ -212,19 +212,13 @@ def test_compaction_can_be_disabled(backend: str) -> None:
         assert not is_compact(cache)
 
 
-def test_compaction_waits_for_the_last_work(backend: str) -> None:
+def test_compaction_waits_for_the_last_work(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with FdEvent.create() as work, fragmented(backend, idle_seconds=0.1) as (cache, _):
         before = cache.context.stats().slab_bytes
         rest(cache, work)
-        idle = cache._idle
-        assert idle is not None
         looks: list[bool | None] = []
-        compact, idle._compact = (
-            idle._compact,
-            lambda one: (  # type: ignore[method-assign]
-                looks.append(compact(one)) or looks[-1]
-            ),
-        )
+        compact = idle._compact
+        monkeypatch.setattr(idle, "_compact", lambda one: looks.append(compact(one)) or looks[-1])
         eventually(lambda: len(looks) > 2)
         assert looks[:2] == [None, None]
         assert cache.context.stats().slab_bytes > before / 2

@@ -188,7 +188,7 @@ def test_a_growth_finished_by_another_call_leaves_no_work_to_a_stream(
         cache.alloc_reqid()
         assert cache.step_async([ROWS]) == 0
         group = cache._groups[0]
-        monkeypatch.setattr(group.pager, "device", 0)
+        monkeypatch.setattr(group.mover, "device", 0)
         group.pager.release(group.slot(0))
         monkeypatch.undo()
         first.set()
