@@ -470,7 +470,8 @@ class PrefixCache:
                 each = list(one.span.each)
                 before, each[place] = each[place], Span(span.parts, unit)
                 shared.hold(span)
-                self.tree.replace(one, _Spans(each, one.units))  # keys are not used with windows
+                spans = _Spans(each, one.units)  # keys are not used with windows
+                self._journal.change([[one, "span", spans]])
                 self._groups[place].reclaimer.unref(before)
                 self._groups[place].reclaimer.release_kept(before)
 
