@@ -58,7 +58,7 @@ class CommonPages:
                 raise NotSupported(
                     f"map_common_pages: the layers {what}", errno=errno.EOPNOTSUPP, op="KVCache"
                 )
-            unit = group.prefixes.unit_pages[0]
+            unit = group.sharing.unit_pages
             self.pages = min(-(-layout.pages_for(tokens) // unit) * unit, layout.slot_pages)
             lengths = [0] * config.max_batch
             self.rows = lengths[_WRITER] = layout.capacity(self.pages)
@@ -74,8 +74,7 @@ class CommonPages:
                     )
                 group.enter(slot, 0)
                 group.pager.release(slot)
-                handles = group.sharing.handles(slot, slot.shared, self.pages)
-                group.sharing.adopt(slot, handles, [], unit)
+                group.sharing.adopt(slot, group.sharing.gather(slot, slot.shared, self.pages))
                 group.table.change(slot, writer=True)
                 self._span = slot.span
                 others = group.table.emptiest(config.max_batch - 1)

@@ -21,9 +21,8 @@ from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.events import PriorWork
 from pyvmem.kvcache.group import Group, free_on_abort, prepare
 from pyvmem.kvcache.growth import Needs, fit, reclaim_after, reclaim_for
-from pyvmem.kvcache.pages import Block, Part, Span
+from pyvmem.kvcache.pages import Part, Span
 from pyvmem.kvcache.requests import sync_free_slots
-from pyvmem.kvcache.sharing import Held
 from pyvmem.kvcache.slots import Growth, Slot
 from pyvmem.kvcache.truncation import kept_rows
 from pyvmem.memory.ops import OpBatch
@@ -80,40 +79,33 @@ class _Fork:
         sharing, pager, reclaimer = group.sharing, group.pager, group.reclaimer
         counters = group.counters
         layout, size = group.layout, group.layout.page_size
-        own: list[Held] = sharing.handles(parent, self.low, full) if full > self.low else []
-        # A request that was forked at many lengths has many parts; one handle for all of them saves
-        # operations.
-        many = len(parent.span.parts) + len(own) > _FEW_PARTS
-        all_handles = sharing.handles(parent, head, full) if many else []
+        span, own = parent.span, tuple[Part, ...]()
+        if full > self.low:
+            own = sharing.gather(parent, self.low, full, holders=1 + count)
+        elif full < self.low:
+            span = parent.shared_part(head, full)
         goals = [pages] * count
         if ahead and pages > full:
             pager.runs.read_free(room=room)
             goals = pager.columns.goals(goals, [full] * count, [head] * count)
         self.goals = goals
         self.job = Growth(slots)
-        span = parent.span if full >= self.low else parent.shared_part(head, full)
-        uses = {span: count}
-        blocks: list[Block] = []
+        edits += reclaimer.shared.use_edits({span: count}, {span: count}, own)
         if own:
-            sharing.map_pieces(ops, parent, own, replace=True)
-            parts, large_end = list(span.parts), parent.large_end
-            for handle, low, high, tier in own:
-                blocks.append(Block(handle, high - low, [], tier, holders=1 + count))
-                parts.append(Part(blocks[-1], 0, high - low))
-                if parent.block:
-                    large_end = parent.large_end_with(low, high, large_end)
-            span = Span(tuple(parts), group.prefixes.unit_pages[group.place])
-            edits += ([parent, "span", span], [parent, "large_end", large_end])
-        edits += reclaimer.shared.use_edits(uses, uses, blocks)
+            at = parent.addr + self.low * size
+            sharing.map_at(ops, at, layout.tensor_bytes, own, replace=True)
+            span = Span(span.parts + own, sharing.unit_pages)
+            edits.append([parent, "span", span])
+        # A request that was forked at many lengths has many parts; one handle for all of them saves
+        # operations.
+        many = len(parent.span.parts) + len(own) > _FEW_PARTS
+        parts = sharing.gather(parent, head, full) if many else span.parts
         capacity, rows = layout.capacity(pages), pager.columns.held_rows
         owners = []
         for slot in slots:
             owners.append(slot.owner + 1)
             edits += ([pager.capacity, slot.index, capacity], [rows, slot.index, self.rows])
-            if many:
-                sharing.map_pieces(ops, slot, all_handles)
-            else:
-                sharing.map_at(ops, slot.addr + head * size, layout.tensor_bytes, span)
+            sharing.map_at(ops, slot.addr + head * size, layout.tensor_bytes, parts)
         if pages > full:
             self.job.pieces = list(zip(slots, repeat(full), goals))
             self.job.new_pages = (sum(goals) - full * count) * layout.num_tensors
@@ -164,7 +156,8 @@ class _Fork:
             edits.append([slots, "pins", [parent.pins[:] for _ in slots]])
         if parent.block:
             large_ends = map(Slot.large_end_with, slots, repeat(head), goals, repeat(0))
-            edits.append([slots, "large_end", list(large_ends)])
+            large_end = parent.large_end_with(self.low, full, parent.large_end)
+            edits += ([slots, "large_end", list(large_ends)], [parent, "large_end", large_end])
         group.table.changes += count
 
     def mark_broken(self, error: NotRecoverable) -> NotRecoverable:

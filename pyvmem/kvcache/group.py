@@ -207,7 +207,7 @@ class Group:
         self.scratch = Scratch(self.mapper, layout.page_size)
         self.mover = Mover(self.reclaimer, self.scratch, parts.cuda_device)
         self.pager = Pager(self.reclaimer, self.mover, config, parts.cuda_device, ops)
-        self.sharing = Sharing(self.pager, config)
+        self.sharing = Sharing(self.pager, prefixes.unit_pages[place])
         self.promoter = self.window = None
         if layout.block and not (layout.state or config.window):
             self.promoter = Promoter(self.reclaimer, self.mover, config)
@@ -525,7 +525,7 @@ class Group:
             return
         own = span.slice(first - slot.head, span.pages)
         ops = OpBatch(len(own.parts) + 1)
-        self.sharing.map_span(ops, slot, own, first, replace=True)
+        self.sharing.map_parts(ops, slot, own.parts, first, replace=True)
         self.reclaimer.try_keep(slot, ops)
 
     # ---- housekeeping ----------------------------------------------------------------------------
@@ -671,7 +671,7 @@ def lend(loans: Sequence[Loan]) -> None:
             parts += len(more.parts)
     ops = OpBatch(parts)
     for group, slot, more, page in missing:
-        group.sharing.map_span(ops, slot, more, page)
+        group.sharing.map_parts(ops, slot, more.parts, page)
     edits: list[list[Any]] = []
     by_group: dict[Group, list[Loan]] = {}
     for loan in loans:

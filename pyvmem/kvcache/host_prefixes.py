@@ -165,7 +165,7 @@ class HostPrefixes:
         stride = span.pages * group.layout.page_size
         nbytes = stride * group.layout.num_tensors
         ops, addresses = OpBatch(len(span.parts)), scratch.take(nbytes)
-        group.map_at(ops, addresses.addr, stride, span)
+        group.map_at(ops, addresses.addr, stride, span.parts)
         try:
             group.mapper.commit([], ops)
             self._copy(place, addresses.addr, stride, units, cells, out=True)

@@ -296,7 +296,7 @@ class SharedPages:
         self,
         uses: Mapping[Span, int],
         holds: Mapping[Span, int] = NOTHING,
-        new: Sequence[Block] = (),
+        new: Sequence[Part] = (),
     ) -> list[list[Any]]:
         """Returns the edits for requests that start or stop using shared pages.
 
@@ -305,7 +305,7 @@ class SharedPages:
                 must be held.
             holds: for each span, the change in the number of its holders. Pages whose count drops
                 to 0 become `unheld`.
-            new: new blocks, whose handles this object owns from now on.
+            new: new blocks, each as a part; this object owns their handles from now on.
         """
         edits: list[list[Any]] = []
         pages, used, total, off_device = self.pages, self.used, self.uses, self.off_device_uses
@@ -334,7 +334,7 @@ class SharedPages:
                         used += before.count(0) - after.count(0)
             for block, numbers in copies.items():
                 edits.append([getattr(block, name), slice(None), numbers])
-        for block in new:
+        for block, *_ in new:
             edits += (
                 [self.blocks, block, None],
                 [self._mapper.journal.unrecorded, block.handle, ...],

@@ -314,14 +314,13 @@ class PrefixCache:
         """See `KVCache.record`."""
         ids, each, found, units = self._look(slot, tokens, namespace)
         if units:
-            for group, one, _ in each:
+            for group, one in each:
                 group.mover.finish(one, work)
-            for group, one, _ in each:
                 group.pager.release(one)
-            if any(units * unit > one.shared for _, one, unit in each):
+            if any(units * group.unit_pages > one.shared for group, one in each):
                 work.wait()
-            for group, one, unit in each:
-                group.share(one, units * unit, unit)
+            for group, one in each:
+                group.share(one, units * group.unit_pages)
         node, length = self._insert(each, ids, found)
         # If another request recorded these tokens, the slot shares no pages with it and needs no
         # pin.
@@ -340,7 +339,7 @@ class PrefixCache:
         It must then wait for the work that writes them.
         """
         _, each, _, units = self._look(slot, tokens, namespace)
-        return any(units * unit > one.shared for _, one, unit in each)
+        return any(units * group.unit_pages > one.shared for group, one in each)
 
     def _firsts(self, slot: Slot) -> list[tuple[int, int]]:
         """Returns the first page whose rows the request holds, for each group with a window.
@@ -363,22 +362,22 @@ class PrefixCache:
         """
         ids, each, found, units = self._look(slot, tokens, namespace)
         if units:
-            for group, one, _ in each:
+            for group, one in each:
                 if one.job is not None or one.stale:
                     group.pager.release(one)
-            events, handles = [] if event is None else [event], []
-            for group, one, unit in each:
+            events, gathered = [] if event is None else [event], []
+            for group, one in each:
                 shared = one.head + one.span.pages
-                handles.append(group.handles(one, shared, units * unit))
-            for (group, one, unit), held in zip(each, handles, strict=True):
-                if held:
-                    group.adopt(one, held, events, unit)
+                gathered.append(group.gather(one, shared, units * group.unit_pages, events))
+            for (group, one), own in zip(each, gathered, strict=True):
+                if own:
+                    group.adopt(one, own)
         node, length = self._insert(each, ids, found)
         if self._sliding:
             length = self._ends(self.tree.match(ids))
         if not length:
             return False
-        for place, (_, one, _) in enumerate(each):
+        for place, (_, one) in enumerate(each):
             span = self._span(place, node, length)
             if span.parts != one.span.parts and (
                 span.slice(0, one.span.pages).parts != one.span.parts
@@ -388,13 +387,13 @@ class PrefixCache:
 
     def _look(
         self, slot: Slot, tokens: Any, namespace: Hashable
-    ) -> tuple[TokenIds, list[tuple[Sharing, Slot, int]], Match[_Spans], int]:
+    ) -> tuple[TokenIds, list[tuple[Sharing, Slot]], Match[_Spans], int]:
         """Looks up the rows that a request holds in the recorded prefixes.
 
         Returns:
-            The ids of the rows; for each group, the request's slot and the pages per tensor in a
-            unit; the match; and the number of full units that the request holds, or 0 if they are
-            already recorded or the slot does not have all of the rows to record.
+            The ids of the rows; the request's slot in each group; the match; and the number of full
+            units that the request holds, or 0 if they are already recorded or the slot does not
+            have all of the rows to record.
         """
         if self._groups[0].mapper.context.info is not self._supported:
             self.require("record")
@@ -402,9 +401,8 @@ class PrefixCache:
         held, count = self._rows.held_rows[index], len(ids.data) // ID_BYTES
         if count > held:
             ids, count = TokenIds.from_bytes(ids.data[: held * ID_BYTES], ids.namespace), held
-        each, units, found = [], count // self.unit, self.tree.match(ids)
-        for group, unit in zip(self._groups, self.unit_pages, strict=True):
-            each.append((group, group.table.slots[index], unit))
+        each = [(group, group.table.slots[index]) for group in self._groups]
+        units, found = count // self.unit, self.tree.match(ids)
         length = units * self.unit
         if not self._restores or (self._ends(found) if self._sliding else found.length) >= length:
             units = 0
@@ -423,7 +421,7 @@ class PrefixCache:
         self._supported = self._groups[0].mapper.context.info
 
     def _insert(
-        self, each: Sequence[tuple[Sharing, Slot, int]], ids: TokenIds, found: Match[_Spans]
+        self, each: Sequence[tuple[Sharing, Slot]], ids: TokenIds, found: Match[_Spans]
     ) -> tuple[Node[_Spans], int]:
         """Records the rows that a request shares; `found` is the part that the tree already has.
 
@@ -431,8 +429,9 @@ class PrefixCache:
             The node of the last recorded unit, and the number of tokens up to its end.
         """
         count = units = len(ids.data) // ID_BYTES // self.unit if self._restores else 0
-        for _, one, unit in each if units else ():
-            units = min(units, (one.head + one.span.pages) // unit if one.span.pages else 0)
+        for group, one in each if units else ():
+            shared = one.head + one.span.pages if one.span.pages else 0
+            units = min(units, shared // group.unit_pages)
         node, length = found.node, found.length
         if units * self.unit > length:
             if units < count:
@@ -441,7 +440,7 @@ class PrefixCache:
             done = self.tree.insert(
                 ids,
                 lambda first, last: _Spans(
-                    [self._take(place, one, first, last) for place, (_, one, _) in enumerate(each)],
+                    [self._take(place, one, first, last) for place, (_, one) in enumerate(each)],
                     last - first,
                     unit_keys(ids, self.unit, first, last) if self.host.limit else (),
                 ),
@@ -450,30 +449,30 @@ class PrefixCache:
             node, length = done.node, done.length
         if self._sliding and length:
             node = self.tree.cut_at(node, length)
-            self._fill([one for _, one, _ in each], node)
+            self._fill(each, node)
         return node, length
 
-    def _fill(self, slots: Sequence[Slot], node: Node[_Spans]) -> None:
+    def _fill(self, each: Sequence[tuple[Sharing, Slot]], node: Node[_Spans]) -> None:
         """Fills in missing windows at the ends of a path's nodes, from pages that a request shares.
 
         Keeps a node's pages if they reach at least as far back as the request's.
         """
-        for place, first in self._firsts(slots[0]):
-            slot, unit, layout = slots[place], self.unit_pages[place], self._layouts[place]
-            shared = self._groups[place].reclaimer.shared
+        for place, first in self._firsts(each[0][1]):
+            group, slot = each[place]
+            unit, layout, reclaimer = group.unit_pages, group.layout, group.reclaimer
             for one in node.path():
                 end = one.end // self.unit * unit
                 begin = max(end - one.units * unit, layout.window_page(one.end), first)
                 if slot.shared < end or end - one.span.each[place].pages <= begin:
                     continue
                 span = slot.shared_part(begin, end)
-                each = list(one.span.each)
-                before, each[place] = each[place], Span(span.parts, unit)
-                shared.hold(span)
-                spans = _Spans(each, one.units)  # keys are not used with windows
-                self._journal.change([[one, "span", spans]])
-                self._groups[place].reclaimer.unref(before)
-                self._groups[place].reclaimer.release_kept(before)
+                spans = list(one.span.each)
+                before, spans[place] = spans[place], Span(span.parts, unit)
+                reclaimer.shared.hold(span)
+                # Keys are not used with windows.
+                self._journal.change([[one, "span", _Spans(spans, one.units)]])
+                reclaimer.unref(before)
+                reclaimer.release_kept(before)
 
     def _take(self, place: int, slot: Slot, first: int, last: int) -> Span:
         """Returns a group's pages for units [first, last), with a reference held for the tree."""
@@ -518,7 +517,7 @@ class PrefixCache:
         left = operator.index(leave)
         if left < 0:
             raise invalid(f"leave is {left}; it must not be negative")
-        limit = max(0, min(count - left, self._groups[0].config.max_seq_len))
+        limit = max(0, min(count - left, self._layouts[0].max_rows))
         found = self.tree.match(ids, limit)  # marks even the part that is not matched as used
         length, node = found.length, found.node
         if self._sliding:
@@ -581,7 +580,7 @@ class PrefixCache:
             self.renew(self.own(tokens))
             return tokens, tokens.asked
         ids = TokenIds.of(tokens, namespace)
-        length, longest = len(ids), self._groups[0].config.max_seq_len
+        length, longest = len(ids), self._layouts[0].max_rows
         if length > longest:
             raise invalid(f"{length} tokens; max_seq_len is {longest}", limit=longest)
         return self._match(ids, length, leave), length
