@@ -74,7 +74,8 @@ class CommonPages:
                     )
                 group.enter(slot, 0)
                 group.pager.release(slot)
-                group.sharing.adopt(slot, group.sharing.gather(slot, slot.shared, self.pages))
+                own = group.sharing.gather(slot, slot.shared, self.pages)
+                owner.journal.change(group.sharing.adopt_edits(slot, own))
                 group.table.change(slot, writer=True)
                 self._span = slot.span
                 others = group.table.emptiest(config.max_batch - 1)

@@ -226,6 +226,8 @@ class Span:
 
     def slice(self, first: int, last: int) -> Span:
         """Returns pages [first, last) of this span."""
+        if first <= 0 and last >= self.pages:
+            return self
         parts = []
         at = 0
         for block, low, high in self.parts:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from pyvmem.errors import NotSupported, OutOfMemory, TooManyMappings, VMemError
+from pyvmem.features.table import PREFIXES
 from pyvmem.kvcache.events import PriorWork, prune
 from pyvmem.kvcache.group import Group, Loan, lend, prepare
 from pyvmem.kvcache.growth import grow
@@ -31,17 +32,17 @@ def alloc_prefix(
     """Implements `KVCache.alloc_prefix`."""
     sync_free_slots(groups)
     prefixes = groups[0].prefixes
-    match, length = prefixes.wanted(tokens, leave, namespace)
+    match = prefixes.wanted(tokens, leave, namespace)
     reqid = slots = resumed = None
     try:
         if match.length:
             spans = [prefixes.span(group.place, match) for group in groups]
             kept = kept_slots(groups, spans, match.length)
             if kept is None:
-                prefixes.require("alloc_prefix")
+                groups[0].sharing.require(PREFIXES, "alloc_prefix")
             slots = kept or empty_slots(groups)
         if slots is None:
-            reqid = alloc(groups, length)
+            reqid = alloc(groups, match.asked)
         else:
             resumed = _begin_with(groups, match, spans, slots, reader, kept=kept is not None)
             if resumed is not None:
@@ -63,7 +64,7 @@ def alloc_prefix(
             prefixes.host.drop(prefixes.in_host(match))
             match.in_host = 0  # do not retry the load
             return alloc_prefix(groups, tokens, leave, reader, namespace)
-    _count_prompt(groups[0], (length, held, bool(resumed)), 1)
+    _count_prompt(groups[0], (match.asked, held, bool(resumed)), 1)
     return reqid, held
 
 

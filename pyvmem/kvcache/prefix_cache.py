@@ -52,6 +52,7 @@ import errno
 import logging
 import math
 import operator
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -67,14 +68,11 @@ from pyvmem.kvcache.sharing import Sharing
 from pyvmem.plumbing.closing import Scoped
 
 if TYPE_CHECKING:
-    from pyvmem._native import Columns
     from pyvmem.kvcache.journal import Journal
     from pyvmem.kvcache.layout import Layout
     from pyvmem.kvcache.mapper import Scratch
-    from pyvmem.kvcache.prefix_tree import Node
-    from pyvmem.kvcache.slots import Slot, SlotTable
+    from pyvmem.kvcache.slots import Slot
     from pyvmem.kvcache.window import Window
-    from pyvmem.memory.info import ContextInfo
 
 __all__ = ["Lease", "Leases", "PrefixCache", "PrefixEvicted", "PrefixMatch"]
 
@@ -242,15 +240,6 @@ class Leases:
         return {one: None for node in self.nodes() for one in node.path()}
 
 
-def evicted(length: int) -> PrefixEvicted:
-    """Returns the error for a match whose prefix was evicted."""
-    return PrefixEvicted(
-        f"the match of {length} tokens has lost its lease and its prefix was evicted; match again",
-        errno=errno.EBADF,
-        op="KVCache",
-    )
-
-
 class PrefixCache:
     """The recorded prefixes of a cache's groups of layers.
 
@@ -268,24 +257,18 @@ class PrefixCache:
         unit_pages: for each group, the number of pages per tensor in a sharing unit.
         leases: the leases, which protect matched prefixes from eviction.
         host: the rows of evicted prefixes in host memory.
+        records: True if rows can be recorded at all, that is, if no group has a state.
     """
-
-    _table: SlotTable
-    _rows: Columns
 
     def __init__(self, layouts: Sequence[Layout], journal: Journal, *, lockstep: bool) -> None:
         self._journal = journal
         self._groups: list[Sharing] = []
-        self._windows: list[Window | None] = []
+        self._windows: dict[int, Window] = {}  # keyed by the group's place
         self._layouts = layouts
-        self._sliding = [place for place, one in enumerate(layouts) if one.config.window]
-        self._restores = not any(one.state for one in layouts)
+        rows = [one for one in layouts if not one.state]
+        self.records = len(rows) == len(layouts)
         self.unit = math.lcm(
-            *(
-                math.lcm(one.row_bytes, one.page_size) // one.row_bytes
-                for one in layouts
-                if not one.state
-            )
+            *(one.page_size // math.gcd(one.row_bytes, one.page_size) for one in rows)
         )
         self.unit_pages = tuple(
             0 if one.state else self.unit * one.row_bytes // one.page_size for one in layouts
@@ -293,20 +276,14 @@ class PrefixCache:
         self.tree: PrefixTree[_Spans] = PrefixTree(self.unit, journal.change)
         self.leases = Leases(self.tree, journal, lockstep=lockstep)
         self._columns = [one.page_size * one.num_tensors for one in layouts]
-        self._supported: ContextInfo | None = None  # set once `require` has succeeded
         self.host = HostPrefixes(layouts, self.unit_pages)
 
     def join(self, group: Sharing, window: Window | None, scratch: Scratch) -> None:
         """Adds a group that was just created."""
-        if not self._groups:
-            self._table, self._rows = group.table, group.pager.columns
+        if window is not None:
+            self._windows[len(self._groups)] = window
         self._groups.append(group)
-        self._windows.append(window)
         self.host.join(group, scratch)
-
-    def close(self) -> None:
-        """Releases the host memory. Idempotent."""
-        self.host.close()
 
     # ---- recording -------------------------------------------------------------------------------
 
@@ -326,12 +303,7 @@ class PrefixCache:
         # pin.
         if length and slot.span.pages and node not in slot.pins:
             self._journal.change(self.slot_pin_edits(slot, [*slot.pins, node]))
-        return self._ends(self.tree.match(ids)) if self._sliding else length
-
-    @property
-    def records(self) -> bool:
-        """True if rows can be recorded at all, that is, if no group has a state."""
-        return self._restores
+        return self._ends(self.tree.match(ids)) if self._windows else length
 
     def shares(self, slot: Slot, tokens: Any, namespace: Hashable = None) -> bool:
         """Returns whether `record` would share pages.
@@ -346,12 +318,10 @@ class PrefixCache:
 
         Each item holds a group's index and that page.
         """
-        found = []
-        for place in self._sliding:
-            group, window = self._groups[place], self._windows[place]
-            assert window is not None
-            found.append((place, window.first_page(group.table[slot.index])))
-        return found
+        return [
+            (place, window.first_page(self._groups[place].table.slots[slot.index]))
+            for place, window in self._windows.items()
+        ]
 
     def record_last(self, slot: Slot, tokens: Any, event: Any, namespace: Hashable = None) -> bool:
         """Records the rows of a slot that is about to be freed; `event` is its last GPU work.
@@ -371,17 +341,15 @@ class PrefixCache:
                 gathered.append(group.gather(one, shared, units * group.unit_pages, events))
             for (group, one), own in zip(each, gathered, strict=True):
                 if own:
-                    group.adopt(one, own)
+                    self._journal.change(group.adopt_edits(one, own))
         node, length = self._insert(each, ids, found)
-        if self._sliding:
+        if self._windows:
             length = self._ends(self.tree.match(ids))
         if not length:
             return False
         for place, (_, one) in enumerate(each):
             span = self._span(place, node, length)
-            if span.parts != one.span.parts and (
-                span.slice(0, one.span.pages).parts != one.span.parts
-            ):
+            if span.slice(0, one.span.pages).parts != one.span.parts:
                 return False
         return True
 
@@ -395,30 +363,20 @@ class PrefixCache:
             units that the request holds, or 0 if they are already recorded or the slot does not
             have all of the rows to record.
         """
-        if self._groups[0].mapper.context.info is not self._supported:
-            self.require("record")
+        self._groups[0].require(PREFIXES, "record")
         ids, index = TokenIds.of(tokens, namespace), slot.index
-        held, count = self._rows.held_rows[index], len(ids.data) // ID_BYTES
+        held, count = self._groups[0].pager.columns.held_rows[index], len(ids.data) // ID_BYTES
         if count > held:
             ids, count = TokenIds.from_bytes(ids.data[: held * ID_BYTES], ids.namespace), held
         each = [(group, group.table.slots[index]) for group in self._groups]
         units, found = count // self.unit, self.tree.match(ids)
         length = units * self.unit
-        if not self._restores or (self._ends(found) if self._sliding else found.length) >= length:
+        if not self.records or (self._ends(found) if self._windows else found.length) >= length:
             units = 0
-        for place, first in self._firsts(slot) if self._sliding and units else ():
+        for place, first in self._firsts(slot) if self._windows and units else ():
             if first > self._layouts[place].window_page(length):
                 units = 0
         return ids, each, found, units
-
-    def require(self, what: str) -> None:
-        """Raises NotSupported if a group cannot share prefixes.
-
-        `what` names the call in the error.
-        """
-        for group in self._groups:
-            group.require(PREFIXES, what)
-        self._supported = self._groups[0].mapper.context.info
 
     def _insert(
         self, each: Sequence[tuple[Sharing, Slot]], ids: TokenIds, found: Match[_Spans]
@@ -428,26 +386,28 @@ class PrefixCache:
         Returns:
             The node of the last recorded unit, and the number of tokens up to its end.
         """
-        count = units = len(ids.data) // ID_BYTES // self.unit if self._restores else 0
+        units = len(ids.data) // ID_BYTES // self.unit if self.records else 0
         for group, one in each if units else ():
             shared = one.head + one.span.pages if one.span.pages else 0
             units = min(units, shared // group.unit_pages)
         node, length = found.node, found.length
         if units * self.unit > length:
-            if units < count:
-                end = units * self.unit * ID_BYTES
-                ids = TokenIds.from_bytes(ids.data[:end], ids.namespace)
-            done = self.tree.insert(
-                ids,
-                lambda first, last: _Spans(
-                    [self._take(place, one, first, last) for place, (_, one) in enumerate(each)],
-                    last - first,
-                    unit_keys(ids, self.unit, first, last) if self.host.limit else (),
-                ),
-                found,
-            )
+
+            def take(first: int, last: int) -> _Spans:
+                """Returns the pages of these units, with references held for the tree."""
+                spans = []
+                for place, (group, one) in enumerate(each):
+                    span, unit = Span((), group.unit_pages), group.unit_pages
+                    if place not in self._windows:  # `_fill` adds the pages of windows
+                        span = one.span.slice(first * unit, last * unit)
+                        group.reclaimer.shared.hold(span)
+                    spans.append(span)
+                keys = unit_keys(ids, self.unit, first, last) if self.host.limit else ()
+                return _Spans(spans, last - first, keys)
+
+            done = self.tree.insert(ids, take, found, units * self.unit)
             node, length = done.node, done.length
-        if self._sliding and length:
+        if self._windows and length:
             node = self.tree.cut_at(node, length)
             self._fill(each, node)
         return node, length
@@ -474,23 +434,6 @@ class PrefixCache:
                 reclaimer.unref(before)
                 reclaimer.release_kept(before)
 
-    def _take(self, place: int, slot: Slot, first: int, last: int) -> Span:
-        """Returns a group's pages for units [first, last), with a reference held for the tree."""
-        unit = self.unit_pages[place]
-        if place in self._sliding:
-            return Span((), unit)  # `_fill` adds the pages of windows
-        span = slot.span.slice(first * unit, last * unit)
-        self._groups[place].reclaimer.shared.hold(span)
-        return span
-
-    def _path(self, place: int, node: Node[_Spans], pages: int) -> Span:
-        """Returns a group's first `pages` pages on the path to a node, as a single span."""
-        first, *others = node.path()
-        span = first.span.each[place]
-        for one in others:
-            span = span + one.span.each[place]
-        return span if span.pages == pages else span.slice(0, pages)
-
     # ---- pins of requests ------------------------------------------------------------------------
 
     def slot_pin_edits(self, slot: Slot, pins: list[Node[_Spans]]) -> list[list[Any]]:
@@ -506,23 +449,17 @@ class PrefixCache:
 
     # ---- matching --------------------------------------------------------------------------------
 
-    def match(self, tokens: Any, leave: int, namespace: Hashable = None) -> PrefixMatch:
+    def match(self, ids: TokenIds, leave: int) -> PrefixMatch:
         """See `KVCache.match`."""
-        ids = TokenIds.of(tokens, namespace)
-        return self._match(ids, len(ids), leave)
-
-    def _match(self, ids: TokenIds, count: int, leave: int) -> PrefixMatch:
-        """Implements `match` for the first `count` ids."""
+        count = len(ids)
         self.leases.collect()
         left = operator.index(leave)
         if left < 0:
             raise invalid(f"leave is {left}; it must not be negative")
         limit = max(0, min(count - left, self._layouts[0].max_rows))
         found = self.tree.match(ids, limit)  # marks even the part that is not matched as used
-        length, node = found.length, found.node
-        if self._sliding:
-            length = self._ends(found)
-        node = self.tree.cut_at(node, length)
+        length = self._ends(found) if self._windows else found.length
+        node = self.tree.cut_at(found.node, length)
         match = PrefixMatch(length, count, self.leases.add(node), self.leases)
         if self.host.limit:
             match.ids, match.in_host = ids, limit - length
@@ -542,7 +479,7 @@ class PrefixCache:
         units, before = found.length // self.unit, -1
         while units != before:
             before = units
-            for place in self._sliding:
+            for place in self._windows:
                 units = self._end(place, found.parts, units)
         return units * self.unit
 
@@ -552,38 +489,30 @@ class PrefixCache:
         Returns 0 if there is none.
         """
         unit, layout = self.unit_pages[place], self._layouts[place]
-        runs: list[tuple[int, int]] = []  # the longest ranges of pages that are present
-        end = 0
+        found = low = end = 0  # pages [low, end) are present
         for spans, _ in parts:
-            low, end = end + spans.missing(place), end + spans.pages * unit
-            if runs and runs[-1][1] == low:
-                low = runs.pop()[0]
-            if low < end:
-                runs.append((low, end))
-        for low, high in reversed(runs):
-            last = min(units, high // unit)
+            if missing := spans.missing(place):
+                low = end + missing
+            end += spans.pages * unit
+            last = min(units, end // unit)
             if low <= layout.window_page(last * self.unit) < last * unit:
-                return last
-        return 0
+                found = last
+        return found
 
-    def wanted(
-        self, tokens: Any, leave: int, namespace: Hashable = None
-    ) -> tuple[PrefixMatch, int]:
+    def wanted(self, tokens: Any, leave: int, namespace: Hashable = None) -> PrefixMatch:
         """Matches and leases the recorded part of a prompt.
-
-        Returns the match and the prompt's length.
 
         Raises InvalidArgument for bad tokens or for more than `max_seq_len` of them, and
         PrefixEvicted if `tokens` is a match whose prefix was evicted.
         """
         if isinstance(tokens, PrefixMatch):
             self.renew(self.own(tokens))
-            return tokens, tokens.asked
+            return tokens
         ids = TokenIds.of(tokens, namespace)
-        length, longest = len(ids), self._layouts[0].max_rows
-        if length > longest:
-            raise invalid(f"{length} tokens; max_seq_len is {longest}", limit=longest)
-        return self._match(ids, length, leave), length
+        longest = self._layouts[0].max_rows
+        if len(ids) > longest:
+            raise invalid(f"{len(ids)} tokens; max_seq_len is {longest}", limit=longest)
+        return self.match(ids, leave)
 
     def own(self, match: PrefixMatch) -> PrefixMatch:
         """Returns the match; raises InvalidArgument if it belongs to another cache."""
@@ -601,7 +530,12 @@ class PrefixCache:
         if match.length and not self.leases.has(match._lease):
             node = match._lease.node
             if node not in self.tree or node.end < match.length:
-                raise evicted(match.length)
+                raise PrefixEvicted(
+                    f"the match of {match.length} tokens has lost its lease and its prefix was "
+                    "evicted; match again",
+                    errno=errno.EBADF,
+                    op="KVCache",
+                )
             match._lease = self.leases.add(self.tree.cut_at(node, match.length))
 
     def hand_over(self, match: PrefixMatch, slot: Slot) -> None:
@@ -619,25 +553,20 @@ class PrefixCache:
         With a window, returns only those pages of the window that are recorded.
         """
         unit = self.unit_pages[place]
-        pages = length // self.unit * unit
-        if place not in self._sliding:
-            return self._path(place, node, pages)
-        first = self._layouts[place].window_page(length)
-        found, low = Span((), unit), node.end // self.unit * unit
+        first, low = self._layouts[place].window_page(length), node.end // self.unit * unit
+        found = None
         for one in reversed(node.path()):
-            found = one.span.each[place] + found
-            low -= one.span.each[place].pages
-            if low <= first or one.span.missing(place):
+            span = one.span.each[place]
+            found = span if found is None else span + found
+            low -= span.pages
+            if low <= first or span.pages < one.units * unit:
                 break
-        return found.slice(first - low, pages - low)
+        assert found is not None
+        return found.slice(first - low, length // self.unit * unit - low)
 
     def kept_pages(self, place: int, match: PrefixMatch) -> int:
         """Returns how many pages per tensor a request saves by beginning with the match."""
-        if not match.length:
-            return 0
-        if place in self._sliding:  # pages before the window stay unmapped
-            return match.length // self.unit * self.unit_pages[place]
-        return self.span(place, match).pages
+        return match.length // self.unit * self.unit_pages[place]
 
     # ---- evicting -------------------------------------------------------------------------------
 
@@ -653,14 +582,14 @@ class PrefixCache:
             are complete.
         """
         self.leases.collect()
-        if not self._restores:
+        if not self.records:
             return 0
         column = self._columns[place]
         unit = sum(map(operator.mul, self.unit_pages, self._columns))
         back = 0
         while back < pages * column:
             missing = pages * column - back
-            more = self.evict_units(-(-missing // unit), whole=bool(self._sliding))
+            more = self.evict_units(-(-missing // unit))
             if more is None and not self._unpin_all():
                 break
             back += more or 0
@@ -680,7 +609,7 @@ class PrefixCache:
         if forget:
             self.host.clear()
 
-    def evict_units(self, units: int, *, whole: bool = False, store: bool = True) -> int | None:
+    def evict_units(self, units: int, *, store: bool = True) -> int | None:
         """Evicts up to `units` unpinned units.
 
         The tree drops its references to all of their pages before the first call into the context,
@@ -692,7 +621,7 @@ class PrefixCache:
             The number of bytes freed, now or once batches in flight are complete; None if nothing
             could be evicted.
         """
-        back, found = 0, self.tree.evict(units, whole=whole)
+        back, found = 0, self.tree.evict(units, whole=bool(self._windows))
         reclaimers = [group.reclaimer for group in self._groups]
         each = [[one.each[place] for one in found] for place in range(len(reclaimers))]
         for reclaimer, spans, column in zip(reclaimers, each, self._columns, strict=True):
@@ -713,7 +642,7 @@ class PrefixCache:
                 break  # some pages are recorded but neither used nor leased
         else:
             return False
-        holders = [slot for slot in self._table if slot.pins]
+        holders = [slot for slot in self._groups[0].table if slot.pins]
         for slot in holders:
             self._journal.change(self.slot_pin_edits(slot, []))
         return bool(holders)
@@ -737,25 +666,22 @@ class PrefixCache:
 
     def pages(self, place: int) -> int:
         """Returns how many of a group's pages per tensor are recorded."""
-        if place in self._sliding:
+        if place in self._windows:
             return sum(span.pages for span in self.spans(place))
         return self.tree.tokens // self.unit * self.unit_pages[place]
 
     def check(self) -> list[str]:
         """Returns a description of each inconsistency in the tree, its pins and its spans."""
         found = self.tree.check()
-        wanted: dict[Node[_Spans], int] = {}
-        for slot in self._table:
-            for node in slot.pins:
-                wanted[node] = wanted.get(node, 0) + 1
-        for node in self.leases.nodes():
-            wanted[node] = wanted.get(node, 0) + 1
+        wanted = Counter(self.leases.nodes())
+        for slot in self._groups[0].table:
+            wanted.update(slot.pins)
         for node in self.tree:
             if node.pins != wanted.pop(node, 0):
                 found.append(f"{node!r} has {node.pins} pins, which differs from slots and leases")
             for place, span in enumerate(node.span.each):
                 missing = node.span.missing(place)
-                if missing < 0 or (missing and place not in self._sliding):
+                if missing < 0 or (missing and place not in self._windows):
                     found.append(f"{node!r} has a span of {span.pages} pages")
             if node.span.pages != node.units:
                 found.append(f"{node!r} has spans of {node.span.pages} units")

@@ -404,7 +404,11 @@ class PrefixTree(Generic[S]):
         return Match(at // ID_BYTES, parts, node)
 
     def insert(
-        self, tokens: Any, make: Callable[[int, int], S], found: Match[S] | None = None
+        self,
+        tokens: Any,
+        make: Callable[[int, int], S],
+        found: Match[S] | None = None,
+        limit: int | None = None,
     ) -> Inserted[S]:
         """Records a prefix and marks it as used.
 
@@ -414,12 +418,13 @@ class PrefixTree(Generic[S]):
                 their span, which the tree then owns.
             found: the result of `match` for the same tokens, if nothing was recorded or evicted
                 since.
+            limit: maximum number of tokens to record.
 
         Raises:
-            InvalidArgument: bad tokens.
+            InvalidArgument: bad tokens, or a negative `limit`.
             Any exception raised by `make`; the tree is then unchanged.
         """
-        ids, end = self._whole(tokens, None)
+        ids, end = self._whole(tokens, limit)
         if found is None:
             found = self._find(ids, end)
         node, parts, at = found.node, found.parts, found.length * ID_BYTES

@@ -96,20 +96,16 @@ class Sharing:
         ops = OpBatch(len(own))
         self.map_parts(ops, slot, own, slot.shared, replace=True)
         try:
-            self.mapper.commit(self._adopt_edits(slot, own), ops)
+            self.mapper.commit(self.adopt_edits(slot, own), ops)
         except NotRecoverable as error:
             raise self.table.lose(slot, error) from error
 
-    def adopt(self, slot: Slot, own: tuple[Part, ...]) -> None:
-        """Records that a request's pages, past those it already shares, are now shared.
+    def adopt_edits(self, slot: Slot, own: tuple[Part, ...]) -> list[list[Any]]:
+        """Returns the edits that make `own`, the pages past those that the slot shares, shared.
 
-        Used when the request is about to be freed, since its own mapping then need not become
-        read-only. `own` is from `gather`; other requests that map the pages wait for its events.
+        They suffice if the request is about to be freed, since its own mapping then need not become
+        read-only. Other requests that map the pages wait for the events of `own` (`gather`).
         """
-        self.mapper.journal.change(self._adopt_edits(slot, own))
-
-    def _adopt_edits(self, slot: Slot, own: tuple[Part, ...]) -> list[list[Any]]:
-        """Returns the edits for `adopt`."""
         span, low = Span(slot.span.parts + own, self.unit_pages), slot.head + slot.span.pages
         # Remapping in fewer calls may have created large entries.
         large_end = slot.large_end_with(low, slot.head + span.pages, slot.large_end)
@@ -186,7 +182,7 @@ class Sharing:
             and not slot.rows_lost
             and slot.head == head
             and 0 < own.pages == slot.mapped - head <= span.pages
-            and (own.parts == span.parts or span.slice(0, own.pages).parts == own.parts)
+            and span.slice(0, own.pages).parts == own.parts
         )
 
     def order_after_writers(self, span: Span, reader: Work) -> None:
