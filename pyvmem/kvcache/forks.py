@@ -9,13 +9,7 @@ from itertools import chain, repeat
 from operator import attrgetter
 from typing import Any
 
-from pyvmem.errors import (
-    NotRecoverable,
-    OutOfMemory,
-    TooManyBatches,
-    TooManyMappings,
-    VMemError,
-)
+from pyvmem.errors import NotRecoverable, OutOfMemory, TooManyBatches, TooManyMappings, VMemError
 from pyvmem.features.table import FORK
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.events import PriorWork
@@ -23,7 +17,7 @@ from pyvmem.kvcache.group import Group, free_on_abort, prepare
 from pyvmem.kvcache.growth import Needs, fit, reclaim_after, reclaim_for
 from pyvmem.kvcache.pages import Part, Span
 from pyvmem.kvcache.requests import sync_free_slots
-from pyvmem.kvcache.slots import Growth, Slot
+from pyvmem.kvcache.slots import Slot
 from pyvmem.kvcache.truncation import kept_rows
 from pyvmem.memory.ops import OpBatch
 
@@ -48,7 +42,7 @@ class _Fork:
         pages: end of each new slot's granted pages.
         slots: the new slots, without pages.
         goals: end of each new slot's mapped pages; see `Runs`.
-        job: the `Growth` that counts the new pages.
+        new_pages: number of new physical pages.
     """
 
     group: Group
@@ -58,9 +52,9 @@ class _Fork:
     nbytes: int
     full: int
     pages: int
-    slots: list[Slot] = field(default_factory=list)
+    slots: list[Slot]
     goals: list[int] = field(default_factory=list)
-    job: Growth | None = None
+    new_pages: int = 0
 
     def add(self, ops: OpBatch, edits: list[list[Any]], room: int | None, *, ahead: bool) -> None:
         """Adds this group's part to the batch and to the edits, which together make all changes.
@@ -88,8 +82,8 @@ class _Fork:
         if ahead and pages > full:
             pager.runs.read_free(room=room)
             goals = pager.columns.goals(goals, [full] * count, [head] * count)
-        self.goals = goals
-        self.job = Growth(slots)
+        self.goals, new = goals, (sum(goals) - full * count) * layout.num_tensors
+        self.new_pages = new
         edits += reclaimer.shared.use_edits({span: count}, {span: count}, own)
         if own:
             at = parent.addr + self.low * size
@@ -107,8 +101,6 @@ class _Fork:
             edits += ([pager.capacity, slot.index, capacity], [rows, slot.index, self.rows])
             sharing.map_at(ops, slot.addr + head * size, layout.tensor_bytes, parts)
         if pages > full:
-            self.job.pieces = list(zip(slots, repeat(full), goals))
-            self.job.new_pages = (sum(goals) - full * count) * layout.num_tensors
             contents = {}
             if copied := self.nbytes - full * size:
                 contents = {
@@ -116,10 +108,10 @@ class _Fork:
                     "copy_stride": layout.tensor_bytes,
                     "copy_bytes": copied,
                 }
-            for slot, low, high in self.job.pieces:
+            for slot, goal in zip(slots, goals, strict=True):
                 ops.populate(
-                    slot.addr + low * size,
-                    (high - low) * size,
+                    slot.addr + full * size,
+                    (goal - full) * size,
                     layout.num_tensors,
                     layout.tensor_bytes,
                     size,
@@ -130,7 +122,7 @@ class _Fork:
         tier_map = parent.tier_map
         if tier_map.noted:
             tier_map = tier_map.within(head, full)
-        held, new = reclaimer.device_pages + self.job.new_pages, self.job.new_pages
+        held = reclaimer.device_pages + new
         edits += (
             [slots, "active", [True] * count],
             [slots, "kept", [False] * count],
@@ -193,7 +185,10 @@ def fork_all(
     most = len(table.slots)
     if not 1 <= count <= most:
         raise invalid(f"fork of {count} requests; it must be between 1 and {most}", limit=most)
-    chosen = None if into is None else _chosen(groups[0], count, into)
+    chosen = table.emptiest(count) if into is None else _chosen(groups[0], count, into)
+    if len(chosen) < count:
+        return None
+    reqids = list(map(attrgetter("index"), chosen))
     parts: list[_Fork] = []
     needs = []
     for group in groups:
@@ -208,16 +203,11 @@ def fork_all(
         full = 0 if layout.state else nbytes // layout.page_size
         new_pages = (pages - full) * count * layout.num_tensors
         low = parent.head + parent.span.pages
-        parts.append(_Fork(group, parent, low, rows, nbytes, full, pages))
+        slots = list(map(group.table.slots.__getitem__, reqids))
+        parts.append(_Fork(group, parent, low, rows, nbytes, full, pages, slots))
         needs.append((group.pager, new_pages))
-    if chosen is None:
-        chosen = table.emptiest(count)
-        if len(chosen) < count:
-            return None
-    reqids = list(map(attrgetter("index"), chosen))
     try:
         for part in parts:
-            part.slots = list(map(part.group.table.slots.__getitem__, reqids))
             for slot in part.slots:
                 if slot.job is not None or slot.mapped or slot.broken:
                     part.group.sharing.empty(slot)
@@ -264,8 +254,8 @@ def _fork(parts: Sequence[_Fork], needs: Needs) -> bool:
         try:
             for part in parts:
                 part.add(ops, edits, room, ahead=ahead)
-                if room is not None and part.job is not None:
-                    room -= part.job.new_pages * part.group.layout.page_size
+                if room is not None:
+                    room -= part.new_pages * part.group.layout.page_size
             first.mapper.commit(edits, ops, waits=first.counters.waits)
             break
         except NotRecoverable as error:
@@ -275,8 +265,8 @@ def _fork(parts: Sequence[_Fork], needs: Needs) -> bool:
             if not ahead and not reclaim_after(needs, {}, error):  # else retry without surplus
                 return False
     for part in parts:
-        if part.job is not None and part.group.pager.runs.limit:
-            part.group.pager.runs.grown(part.job.pieces)
+        if part.new_pages and part.group.pager.runs.limit:
+            part.group.pager.runs.grown(list(zip(part.slots, repeat(part.full), part.goals)))
     return True
 
 

@@ -146,23 +146,21 @@ def _begin_with(
     Returns:
         True if all of the pages were still mapped; None if memory is short, with nothing changed.
     """
-    prefixes, resumed = groups[0].prefixes, kept
+    resumed = True
     loans: list[Loan] = []
     try:
         for group, slot, span in zip(groups, slots, spans, strict=True):
             group.sharing.order_after_writers(span, reader)
-            if kept:
-                resumed = resumed and slot.span.pages == span.pages
-                loans.append(Loan(group, slot, span, slot.head))
-                continue
-            group.sharing.empty(slot)
+            if not kept:
+                group.sharing.empty(slot)
+            resumed = resumed and slot.span.pages == span.pages
             loans.append(Loan(group, slot, span, group.layout.window_page(match.length)))
         lend(loans)
     except VMemError as error:
         if groups[0].sharing.is_shortage(error):
             return None
         raise
-    prefixes.hand_over(match, slots[0])
+    groups[0].prefixes.hand_over(match, slots[0])
     for group, slot, *_ in loans:
         group.enter(slot, match.length)
         group.note_use()
@@ -174,18 +172,14 @@ def kept_slots(groups: Sequence[Group], spans: Sequence[Span], length: int) -> l
 
     Returns None if no slot has any of the pages mapped.
     """
-    stale = groups[0].table.stale
-    if not stale:
-        return None
-    heads = [group.layout.window_page(length) for group in groups]
     best: list[Slot] | None = None
-    for slot in stale:
+    for slot in groups[0].table.stale:
         if not slot.kept or (best is not None and slot.mapped <= best[0].mapped):
             continue
         each = []
-        for group, span, head in zip(groups, spans, heads, strict=True):
+        for group, span in zip(groups, spans, strict=True):
             one = group.table.slots[slot.index]
-            if not group.sharing.begins(one, span, head):
+            if not group.sharing.begins(one, span, length):
                 break
             each.append(one)
         else:

@@ -397,11 +397,12 @@ class PrefixCache:
                 """Returns the pages of these units, with references held for the tree."""
                 spans = []
                 for place, (group, one) in enumerate(each):
-                    span, unit = Span((), group.unit_pages), group.unit_pages
-                    if place not in self._windows:  # `_fill` adds the pages of windows
-                        span = one.span.slice(first * unit, last * unit)
-                        group.reclaimer.shared.hold(span)
-                    spans.append(span)
+                    unit = group.unit_pages
+                    if place in self._windows:
+                        spans.append(Span((), unit))  # `_fill` adds the pages
+                        continue
+                    spans.append(one.span.slice(first * unit, last * unit))
+                    group.reclaimer.shared.hold(spans[-1])
                 keys = unit_keys(ids, self.unit, first, last) if self.host.limit else ()
                 return _Spans(spans, last - first, keys)
 

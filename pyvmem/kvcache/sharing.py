@@ -7,13 +7,7 @@ import errno
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.errors import (
-    DriverError,
-    NotRecoverable,
-    OutOfMemory,
-    TooManyBatches,
-    TooManyMappings,
-)
+from pyvmem.errors import DriverError, NotRecoverable, OutOfMemory, TooManyBatches, TooManyMappings
 from pyvmem.kvcache.events import order_after, prune
 from pyvmem.kvcache.growth import Pager
 from pyvmem.kvcache.pages import DEVICE, Block, Part, Span
@@ -169,12 +163,12 @@ class Sharing:
             )  # fmt: skip
             address += (high - low) * size
 
-    def begins(self, slot: Slot, span: Span, head: int) -> bool:
+    def begins(self, slot: Slot, span: Span, length: int) -> bool:
         """Returns whether a kept slot without a batch in flight begins with pages of a span.
 
-        The span must begin at page `head` of the slot.
+        The span has the pages of a prefix of `length` tokens that are in the window, or all.
         """
-        own = slot.span
+        own, head = slot.span, self.layout.window_page(length)
         return (
             slot.kept
             and slot.job is None
