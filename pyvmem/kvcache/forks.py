@@ -101,13 +101,7 @@ class _Fork:
             edits += ([pager.capacity, slot.index, capacity], [rows, slot.index, self.rows])
             sharing.map_at(ops, slot.addr + head * size, layout.tensor_bytes, parts)
         if pages > full:
-            contents = {}
-            if copied := self.nbytes - full * size:
-                contents = {
-                    "copy_from": parent.addr + full * size,
-                    "copy_stride": layout.tensor_bytes,
-                    "copy_bytes": copied,
-                }
+            copied = self.nbytes - full * size
             for slot, goal in zip(slots, goals, strict=True):
                 ops.populate(
                     slot.addr + full * size,
@@ -117,7 +111,9 @@ class _Fork:
                     size,
                     not group.config.zero_fill and not copied,
                     spread=True,
-                    **contents,
+                    copy_from=parent.addr + full * size if copied else None,
+                    copy_stride=layout.tensor_bytes,
+                    copy_bytes=copied,
                 )
         tier_map = parent.tier_map
         if tier_map.noted:

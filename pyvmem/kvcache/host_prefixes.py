@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from hashlib import blake2b
 from importlib.util import find_spec
+from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pyvmem.errors import VMemError
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from pyvmem.kvcache.slots import Slot
     from pyvmem.memory.host_copies import HostMemory
 
-__all__ = ["FAILURES", "Going", "HostPrefixes", "Key", "unit_keys"]
+__all__ = ["FAILURES", "HostPrefixes", "Key", "unit_keys"]
 
 _log = logging.getLogger(__name__)
 
@@ -49,9 +50,6 @@ FAILURES = (VMemError, MemoryError, OSError, RuntimeError)
 Key: TypeAlias = tuple[Hashable, bytes]
 """A namespace, and the digest of all tokens up to the end of a unit."""
 
-Going: TypeAlias = tuple[Sequence[Span], Sequence[Key]]
-"""The pages of evicted units, one span per group, and the units' keys."""
-
 
 def unit_keys(ids: TokenIds, unit: int, first: int, last: int) -> list[Key]:
     """Returns the keys of units [first, last) of a prompt.
@@ -59,7 +57,7 @@ def unit_keys(ids: TokenIds, unit: int, first: int, last: int) -> list[Key]:
     `unit` is the number of tokens per unit.
     """
     width, data, digest, found = unit * ID_BYTES, ids.data, b"", []
-    for at in range(last):
+    for at in range(last if first < last else 0):
         digest = blake2b(digest + data[at * width : (at + 1) * width], digest_size=_DIGEST).digest()
         if at >= first:
             found.append((ids.namespace, digest))
@@ -89,13 +87,10 @@ class HostPrefixes:
 
     def __init__(self, layouts: Sequence[Layout], unit_pages: Sequence[int]) -> None:
         self.limit = limit = layouts[0].config.host_prefixes
-        sizes = [
-            one.page_size * pages * one.num_tensors
-            for one, pages in zip(layouts, unit_pages, strict=True)
-        ]
-        self._unit_pages = unit_pages
-        self._ends = [sum(sizes[:place]) for place in range(len(sizes) + 1)]
-        self._cell = size = sum(sizes) or 1  # the sum is 0 if all layers have a state
+        each = zip(layouts, unit_pages, strict=True)
+        sizes = [one.page_size * pages * one.num_tensors for one, pages in each]
+        self._ends = list(accumulate(sizes, initial=0))
+        self._cell = size = self._ends[-1] or 1  # the sum is 0 if all layers have a state
         if 0 < limit < size:
             raise invalid(
                 f"host_prefixes {limit} is less than the rows of a sharing unit, {size} bytes",
@@ -123,14 +118,15 @@ class HostPrefixes:
 
     # ---- storing ---------------------------------------------------------------------------------
 
-    def store(self, going: Sequence[Going]) -> None:
+    def store(self, going: Iterable[tuple[Sequence[Span], Sequence[Key]]]) -> None:
         """Copies the rows of evicted units to cells, as many units as fit.
 
         Units that cannot be copied now are lost, since this does not wait for GPU work that may
         still write their pages.
 
         Args:
-            going: evicted units, least recently used first.
+            going: the pages of evicted units, one span per group, and the units' keys; the least
+                recently used first.
         """
         for each, keys in going:
             new = [at for at, key in enumerate(keys) if key not in self._rows][: self._most]
@@ -179,12 +175,8 @@ class HostPrefixes:
 
         The units end at token `end` at the latest.
         """
-        found: list[Key] = []
-        first, last = begin // unit, end // unit
-        for key in unit_keys(ids, unit, first, last) if self._rows and first < last else ():
-            if key not in self._rows:
-                break
-            found.append(key)
+        keys = unit_keys(ids, unit, begin // unit, end // unit) if self._rows else ()
+        found = list(takewhile(self._rows.__contains__, keys))
         for key in reversed(found):
             self._rows.move_to_end(key)
         return found
@@ -231,7 +223,7 @@ class HostPrefixes:
         import numpy as np
 
         group, begin, end = self._groups[place][0], *self._ends[place : place + 2]
-        size = self._unit_pages[place] * group.layout.page_size
+        size = group.unit_pages * group.layout.page_size
         starts = addr + np.array(units, dtype=np.int64) * size
         tensors = np.arange(group.layout.num_tensors, dtype=np.int64) * stride
         pieces: Any = np.add.outer(starts, tensors).ravel()

@@ -82,6 +82,7 @@ _log = logging.getLogger(__name__)
 _NO_IDS = TokenIds(())
 
 
+@dataclass(eq=False, slots=True)
 class _Spans:
     """The payload of a tree node: pages of consecutive units in every group of layers.
 
@@ -91,12 +92,9 @@ class _Spans:
         keys: the units' keys for host memory; empty if prefixes are not kept there.
     """
 
-    __slots__ = ("each", "keys", "pages")
-
-    def __init__(self, each: Sequence[Span], units: int, keys: Sequence[Key] = ()) -> None:
-        self.each = tuple(each)
-        self.pages = units
-        self.keys = keys
+    each: Sequence[Span]
+    pages: int
+    keys: Sequence[Key] = ()
 
     def missing(self, place: int) -> int:
         """Returns how many of a group's first pages are missing because they left the window."""
@@ -108,8 +106,8 @@ class _Spans:
         places = range(len(self.each))
         both = [self.each[place].split(units, self.missing(place)) for place in places]
         upper, lower = zip(*both, strict=True)
-        first, rest = self.keys[:units], self.keys[units:]
-        return _Spans(upper, units, first), _Spans(lower, self.pages - units, rest)
+        above = _Spans(upper, units, self.keys[:units])
+        return above, _Spans(lower, self.pages - units, self.keys[units:])
 
 
 class PrefixEvicted(BadHandle):
@@ -629,7 +627,7 @@ class PrefixCache:
             back += sum(map(reclaimer.shared.idle, spans)) * column
             reclaimer.count_evicted(spans)
         if store:
-            self.host.store([(one.each, one.keys) for one in found])
+            self.host.store((one.each, one.keys) for one in found)
         for reclaimer, spans in zip(reclaimers, each, strict=True):
             reclaimer.release_kept(*spans)
             reclaimer.drop_unheld()

@@ -266,14 +266,6 @@ class Node(Generic[S]):
         """Returns the prefix from its start to `end`."""
         return TokenIds.from_bytes(b"".join(node._run for node in self.path()), self.namespace)
 
-    def below(self) -> Iterator[Node[S]]:
-        """Yields this node and all nodes below it, parents before children."""
-        waiting: list[Node[S]] = [self]
-        while waiting:
-            node = waiting.pop()
-            yield node
-            waiting.extend(reversed(node._children.values()))
-
     def __repr__(self) -> str:
         return f"<Node: {self.units} units, to token {self.end}, {len(self._children)} children>"
 
@@ -541,10 +533,12 @@ class PrefixTree(Generic[S]):
 
     def __iter__(self) -> Iterator[Node[S]]:
         """Yields all nodes except the roots, parents before children."""
-        for root in list(self.roots.values()):
-            nodes = root.below()
-            next(nodes)
-            yield from nodes
+        waiting = list(reversed(self.roots.values()))
+        while waiting:
+            node = waiting.pop()
+            if node.parent is not None:
+                yield node
+            waiting.extend(reversed(node._children.values()))
 
     def check(self) -> list[str]:
         """Returns a description of each violated invariant of the tree. Visits all nodes."""
