@@ -35,7 +35,6 @@ class _Fork:
     Attributes:
         group: the group.
         parent: slot of the forked request, without a batch in flight.
-        low: end of the pages that the parent already shares.
         rows: number of tokens that each new slot begins with.
         nbytes: size of these rows in one tensor.
         full: the parent's pages below this are shared from now on.
@@ -47,7 +46,6 @@ class _Fork:
 
     group: Group
     parent: Slot
-    low: int
     rows: int
     nbytes: int
     full: int
@@ -70,13 +68,14 @@ class _Fork:
         """
         group, parent, slots = self.group, self.parent, self.slots
         full, pages, head, count = self.full, self.pages, parent.head, len(slots)
+        low = head + parent.span.pages
         sharing, pager, reclaimer = group.sharing, group.pager, group.reclaimer
         counters = group.counters
         layout, size = group.layout, group.layout.page_size
         span, own = parent.span, tuple[Part, ...]()
-        if full > self.low:
-            own = sharing.gather(parent, self.low, full, holders=1 + count)
-        elif full < self.low:
+        if full > low:
+            own = sharing.gather(parent, low, full, holders=1 + count)
+        elif full < low:
             span = parent.shared_part(head, full)
         goals = [pages] * count
         if ahead and pages > full:
@@ -86,7 +85,7 @@ class _Fork:
         self.new_pages = new
         edits += reclaimer.shared.use_edits({span: count}, {span: count}, own)
         if own:
-            at = parent.addr + self.low * size
+            at = parent.addr + low * size
             sharing.map_at(ops, at, layout.tensor_bytes, own, replace=True)
             span = Span(span.parts + own, sharing.unit_pages)
             edits.append([parent, "span", span])
@@ -144,13 +143,13 @@ class _Fork:
             edits.append([slots, "pins", [parent.pins[:] for _ in slots]])
         if parent.block:
             large_ends = map(Slot.large_end_with, slots, repeat(head), goals, repeat(0))
-            large_end = parent.large_end_with(self.low, full, parent.large_end)
+            large_end = parent.large_end_with(low, full, parent.large_end)
             edits += ([slots, "large_end", list(large_ends)], [parent, "large_end", large_end])
         group.table.changes += count
 
     def mark_broken(self, error: NotRecoverable) -> NotRecoverable:
         """Retires the slots whose rollback failed; returns the error to raise."""
-        group, head, low = self.group, self.parent.head, self.low
+        group, head, low = self.group, self.parent.head, self.parent.shared
         pieces = [(slot, head, goal) for slot, goal in zip(self.slots, self.goals, strict=True)]
         group.reclaimer.mark_broken([*pieces, (self.parent, low, self.full)])
         if self.parent.broken:
@@ -198,9 +197,8 @@ def fork_all(
         # A state is rewritten with every token, so it cannot be shared.
         full = 0 if layout.state else nbytes // layout.page_size
         new_pages = (pages - full) * count * layout.num_tensors
-        low = parent.head + parent.span.pages
         slots = list(map(group.table.slots.__getitem__, reqids))
-        parts.append(_Fork(group, parent, low, rows, nbytes, full, pages, slots))
+        parts.append(_Fork(group, parent, rows, nbytes, full, pages, slots))
         needs.append((group.pager, new_pages))
     try:
         for part in parts:
@@ -214,7 +212,7 @@ def fork_all(
     if not (fit(needs) or reclaim_for(needs, {})):
         return None
     for part in () if work.over else parts:
-        if part.nbytes > part.low * part.group.layout.page_size:
+        if part.nbytes > part.parent.shared * part.group.layout.page_size:
             work.wait()
     if not rows:
         for part in parts:

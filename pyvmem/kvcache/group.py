@@ -207,7 +207,7 @@ class Group:
         self.scratch = Scratch(self.mapper, layout.page_size)
         self.mover = Mover(self.reclaimer, self.scratch, parts.cuda_device)
         self.pager = Pager(self.reclaimer, self.mover, config, parts.cuda_device, ops)
-        self.sharing = Sharing(self.pager, prefixes.unit_pages[place])
+        self.sharing = Sharing(self.pager, self.scratch, prefixes.unit_pages[place])
         self.promoter = self.window = None
         if layout.block and not (layout.state or config.window):
             self.promoter = Promoter(self.reclaimer, self.mover, config)
@@ -216,7 +216,7 @@ class Group:
             unit = prefixes.unit if prefixes.records else 1
             self.window = Window(self.reclaimer, self.mover, config, unit, release, ops)
         self.prefixes, self.place = prefixes, place
-        prefixes.join(self.sharing, self.window, self.scratch)
+        prefixes.join(self.sharing, self.window)
         # For each slot, its owner and the number of pages per tensor that `step_async` left for a
         # later call.
         self.left: dict[Slot, tuple[int, int]] = {}

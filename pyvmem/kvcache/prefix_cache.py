@@ -70,7 +70,6 @@ from pyvmem.plumbing.closing import Scoped
 if TYPE_CHECKING:
     from pyvmem.kvcache.journal import Journal
     from pyvmem.kvcache.layout import Layout
-    from pyvmem.kvcache.mapper import Scratch
     from pyvmem.kvcache.slots import Slot
     from pyvmem.kvcache.window import Window
 
@@ -78,8 +77,6 @@ __all__ = ["Lease", "Leases", "PrefixCache", "PrefixEvicted", "PrefixMatch"]
 
 
 _log = logging.getLogger(__name__)
-
-_NO_IDS = TokenIds(())
 
 
 @dataclass(eq=False, slots=True)
@@ -150,7 +147,7 @@ class PrefixMatch(Scoped):
     _lease: Lease = field(repr=False)
     _owner: Leases = field(repr=False)
     in_host: int = 0
-    ids: TokenIds = field(default=_NO_IDS, repr=False)
+    ids: TokenIds = field(default=TokenIds(()), repr=False)
 
     def release(self) -> None:
         """Ends the lease, so that the prefix may be evicted. Idempotent.
@@ -274,14 +271,13 @@ class PrefixCache:
         self.tree: PrefixTree[_Spans] = PrefixTree(self.unit, journal.change)
         self.leases = Leases(self.tree, journal, lockstep=lockstep)
         self._columns = [one.page_size * one.num_tensors for one in layouts]
-        self.host = HostPrefixes(layouts, self.unit_pages)
+        self.host = HostPrefixes(layouts, self.unit_pages, self._groups)
 
-    def join(self, group: Sharing, window: Window | None, scratch: Scratch) -> None:
+    def join(self, group: Sharing, window: Window | None) -> None:
         """Adds a group that was just created."""
         if window is not None:
             self._windows[len(self._groups)] = window
         self._groups.append(group)
-        self.host.join(group, scratch)
 
     # ---- recording -------------------------------------------------------------------------------
 
@@ -290,7 +286,7 @@ class PrefixCache:
         ids, each, found, units = self._look(slot, tokens, namespace)
         if units:
             for group, one in each:
-                group.mover.finish(one, work)
+                group.pager.mover.finish(one, work)
                 group.pager.release(one)
             if any(units * group.unit_pages > one.shared for group, one in each):
                 work.wait()
@@ -583,12 +579,10 @@ class PrefixCache:
         self.leases.collect()
         if not self.records:
             return 0
-        column = self._columns[place]
-        unit = sum(map(operator.mul, self.unit_pages, self._columns))
-        back = 0
+        back, column = 0, self._columns[place]
         while back < pages * column:
             missing = pages * column - back
-            more = self.evict_units(-(-missing // unit))
+            more = self.evict_units(-(-missing // self.host.cell))
             if more is None and not self._unpin_all():
                 break
             back += more or 0

@@ -156,8 +156,7 @@ def _encode_numpy(tokens: Any) -> bytes:
         for bound in (int(tokens.min()), int(tokens.max())):
             if not 0 <= bound <= MAX_ID:
                 raise _out_of_range(bound)
-    out: bytes = tokens.astype("=u4", copy=False).tobytes()
-    return out
+    return bytes(tokens.astype("=u4", copy=False).tobytes())
 
 
 def _wrong(tokens: Sequence[Any]) -> Exception:
@@ -202,7 +201,6 @@ class Span(Protocol):
     @property
     def pages(self) -> int:
         """The number of pages in the span; must not change while the span is in the tree."""
-        ...
 
     def split(self: S, units: int) -> tuple[S, S]:
         """Splits off the first `units` units; neither of the two spans returned is empty.
@@ -210,7 +208,6 @@ class Span(Protocol):
         Together they hold the pages of the original, which is not used afterwards. Must not fail,
         or `PrefixTree.evict` would lose spans already evicted.
         """
-        ...
 
 
 S = TypeVar("S", bound=Span)

@@ -16,6 +16,7 @@ from pyvmem.memory.ops import OpBatch
 
 if TYPE_CHECKING:
     from pyvmem.features import Feature
+    from pyvmem.kvcache.mapper import Scratch
     from pyvmem.memory.info import ContextInfo
     from pyvmem.memory.streams import Work
 
@@ -29,14 +30,13 @@ class Sharing:
         unit_pages: number of pages per tensor in a sharing unit of the cache.
     """
 
-    def __init__(self, pager: Pager, unit_pages: int) -> None:
+    def __init__(self, pager: Pager, scratch: Scratch, unit_pages: int) -> None:
         self.pager = pager
-        self.mover = pager.mover
+        self.scratch = scratch
         self.reclaimer = pager.reclaimer
         self.mapper = pager.mapper
         self.table = pager.reclaimer.table
         self.layout = pager.layout
-        self.device = pager.device
         self.unit_pages = unit_pages
         self._allowed: dict[Feature, ContextInfo] = {}  # the context's info at the last check
 
@@ -186,4 +186,4 @@ class Sharing:
                 # This need not be an edit, since pruning stays valid if the call fails.
                 block.events = prune(block.events)
                 for event in block.events:
-                    order_after(event, reader, self.device)
+                    order_after(event, reader, self.pager.device)

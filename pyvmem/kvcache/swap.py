@@ -170,19 +170,20 @@ def swap_in(
     if found is None:
         return None
     slots = [group.table[found.index] for group in groups]
-    for group, slot in zip(groups, slots, strict=True):
+    each = list(zip(groups, slots, swapped._heads, swapped._rows, strict=True))
+    for group, slot, *_ in each:
         group.pager.release(slot)
-    for group, slot in zip(groups, slots, strict=True):
+    for group, slot, *_ in each:
         group.take(slot)
 
     def give_back() -> None:
-        for group, slot in zip(groups, slots, strict=True):
+        for group, slot, *_ in each:
             group.release(slot, None)
 
     try:
         want = [
             (group.pager, [(slot, group.layout.pages_for(length))] if length else [])
-            for group, slot in zip(groups, slots, strict=True)
+            for group, slot, *_ in each
         ]
         if not grow(want, background=False):
             give_back()
@@ -191,14 +192,13 @@ def swap_in(
             group.pager.settle(stream)
         # Wait for zero-fills and earlier owners' work, which `stream` was made to wait for.
         wait_for(record(stream, groups[0].device))
-        both = zip(groups, slots, swapped._heads, swapped._rows, strict=True)
-        for group, slot, head, rows in both:
+        for group, slot, head, rows in each:
             size, addresses = _pieces(group, slot, head, length)
             group.mapper.copy(size, addresses, [rows], out=False)
     except VMemError:
         give_back()
         raise
-    for group, slot, head in zip(groups, slots, swapped._heads, strict=True):
+    for group, slot, head, _ in each:
         group.enter(slot, length)
         if group.window is not None and head:
             group.window.resume(slot, head)
