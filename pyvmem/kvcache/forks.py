@@ -71,8 +71,9 @@ class _Fork:
         low = head + parent.span.pages
         sharing, pager, reclaimer = group.sharing, group.pager, group.reclaimer
         counters = group.counters
-        layout, size = group.layout, group.layout.page_size
-        span, own = parent.span, tuple[Part, ...]()
+        layout, size, stride = group.layout, group.layout.page_size, group.layout.tensor_bytes
+        span = parent.span
+        own: tuple[Part, ...] = ()
         if full > low:
             own = sharing.gather(parent, low, full, holders=1 + count)
         elif full < low:
@@ -81,12 +82,12 @@ class _Fork:
         if ahead and pages > full:
             pager.runs.read_free(room=room)
             goals = pager.columns.goals(goals, [full] * count, [head] * count)
-        self.goals, new = goals, (sum(goals) - full * count) * layout.num_tensors
-        self.new_pages = new
+        self.goals = goals
+        self.new_pages = (sum(goals) - full * count) * layout.num_tensors
         edits += reclaimer.shared.use_edits({span: count}, {span: count}, own)
         if own:
             at = parent.addr + low * size
-            sharing.map_at(ops, at, layout.tensor_bytes, own, replace=True)
+            sharing.map_at(ops, at, stride, own, replace=True)
             span = Span(span.parts + own, sharing.unit_pages)
             edits.append([parent, "span", span])
         # A request that was forked at many lengths has many parts; one handle for all of them saves
@@ -98,26 +99,21 @@ class _Fork:
         for slot in slots:
             owners.append(slot.owner + 1)
             edits += ([pager.capacity, slot.index, capacity], [rows, slot.index, self.rows])
-            sharing.map_at(ops, slot.addr + head * size, layout.tensor_bytes, parts)
+            sharing.map_at(ops, slot.addr + head * size, stride, parts)
         if pages > full:
             copied = self.nbytes - full * size
+            source = parent.addr + full * size if copied else None
+            dirty = not group.config.zero_fill and not copied
             for slot, goal in zip(slots, goals, strict=True):
                 ops.populate(
-                    slot.addr + full * size,
-                    (goal - full) * size,
-                    layout.num_tensors,
-                    layout.tensor_bytes,
-                    size,
-                    not group.config.zero_fill and not copied,
-                    spread=True,
-                    copy_from=parent.addr + full * size if copied else None,
-                    copy_stride=layout.tensor_bytes,
-                    copy_bytes=copied,
-                )
+                    slot.addr + full * size, (goal - full) * size, layout.num_tensors, stride,
+                    size, dirty, spread=True,
+                    copy_from=source, copy_stride=stride, copy_bytes=copied,
+                )  # fmt: skip
         tier_map = parent.tier_map
         if tier_map.noted:
             tier_map = tier_map.within(head, full)
-        held = reclaimer.device_pages + new
+        held = reclaimer.device_pages + self.new_pages
         edits += (
             [slots, "active", [True] * count],
             [slots, "kept", [False] * count],
@@ -132,7 +128,7 @@ class _Fork:
             [reclaimer, "device_pages", held],
             [reclaimer, "slid", reclaimer.slid + head * count],
             [reclaimer, "own_off_device", None],
-            [counters, "grown", counters.grown + new],
+            [counters, "grown", counters.grown + self.new_pages],
             [counters, "peak_mapped", max(held, counters.peak_mapped)],
             [group, "used_tokens", group.used_tokens + self.rows * count],
         )

@@ -44,7 +44,9 @@ def alloc_prefix(
         if slots is None:
             reqid = alloc(groups, match.asked)
         else:
-            resumed = _begin_with(groups, match, spans, slots, reader, kept=kept is not None)
+            for group, span in zip(groups, spans, strict=True):
+                group.sharing.order_after_writers(span, reader)
+            resumed = _begin_with(groups, match, spans, slots, kept is not None)
             if resumed is not None:
                 reqid = slots[0].index
                 prepare(groups)
@@ -125,13 +127,7 @@ def withdraw(groups: Sequence[Group]) -> None:
 
 
 def _begin_with(
-    groups: Sequence[Group],
-    match: PrefixMatch,
-    spans: Sequence[Span],
-    slots: Sequence[Slot],
-    reader: Work,
-    *,
-    kept: bool,
+    groups: Sequence[Group], match: PrefixMatch, spans: list[Span], slots: list[Slot], kept: bool
 ) -> bool | None:
     """Starts a request with a leased match, in all groups or none.
 
@@ -140,7 +136,6 @@ def _begin_with(
         match: the match.
         spans: the match's pages in each group.
         slots: the request's slot in each group.
-        reader: the work that will read the pages.
         kept: True if some or all of these pages are already mapped in the slots.
 
     Returns:
@@ -150,7 +145,6 @@ def _begin_with(
     loans: list[Loan] = []
     try:
         for group, slot, span in zip(groups, slots, spans, strict=True):
-            group.sharing.order_after_writers(span, reader)
             if not kept:
                 group.sharing.empty(slot)
             resumed = resumed and slot.span.pages == span.pages
@@ -198,8 +192,7 @@ def empty_slots(groups: Sequence[Group]) -> list[Slot] | None:
     if not found:
         return None
     slots = [group.table.slots[found[0].index] for group in groups]
-    if not groups[0].table.lockstep:
-        for slot in slots:
-            if (slot.job is not None or slot.mapped) and prune(slot.events):
-                return None
+    for slot in () if groups[0].table.lockstep else slots:
+        if (slot.job is not None or slot.mapped) and prune(slot.events):
+            return None
     return slots

@@ -55,23 +55,21 @@ import operator
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pyvmem.errors import BadHandle
 from pyvmem.features.table import PREFIXES
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.events import PriorWork
 from pyvmem.kvcache.host_prefixes import HostPrefixes, Key, unit_keys
+from pyvmem.kvcache.journal import Journal
+from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.pages import Span
 from pyvmem.kvcache.prefix_tree import ID_BYTES, Match, Node, PrefixTree, TokenIds
 from pyvmem.kvcache.sharing import Sharing
+from pyvmem.kvcache.slots import Slot
+from pyvmem.kvcache.window import Window
 from pyvmem.plumbing.closing import Scoped
-
-if TYPE_CHECKING:
-    from pyvmem.kvcache.journal import Journal
-    from pyvmem.kvcache.layout import Layout
-    from pyvmem.kvcache.slots import Slot
-    from pyvmem.kvcache.window import Window
 
 __all__ = ["Lease", "Leases", "PrefixCache", "PrefixEvicted", "PrefixMatch"]
 
@@ -100,8 +98,7 @@ class _Spans:
 
     def split(self, units: int) -> tuple[_Spans, _Spans]:
         """Splits every group's span; see `Span.split`."""
-        places = range(len(self.each))
-        both = [self.each[place].split(units, self.missing(place)) for place in places]
+        both = [span.split(units, self.missing(place)) for place, span in enumerate(self.each)]
         upper, lower = zip(*both, strict=True)
         above = _Spans(upper, units, self.keys[:units])
         return above, _Spans(lower, self.pages - units, self.keys[units:])
@@ -457,8 +454,8 @@ class PrefixCache:
         node = self.tree.cut_at(found.node, length)
         match = PrefixMatch(length, count, self.leases.add(node), self.leases)
         if self.host.limit:
-            match.ids, match.in_host = ids, limit - length
-            match.in_host = self.unit * len(self.in_host(match))
+            match.ids = ids
+            match.in_host = self.unit * len(self.host.find(ids, self.unit, length, limit))
         return match
 
     def in_host(self, match: PrefixMatch) -> list[Key]:
@@ -629,12 +626,9 @@ class PrefixCache:
 
     def _unpin_all(self) -> bool:
         """Removes every slot's pins. Returns False, changing nothing, if no page would be freed."""
-        kept = self.leases.kept()
-        for place in range(len(self._groups)):
-            if self._kept_pages(place, self.tree) > self._kept_pages(place, kept):
-                break  # some pages are recorded but neither used nor leased
-        else:
-            return False
+        kept, places = self.leases.kept(), range(len(self._groups))
+        if not any(self._kept_pages(at, self.tree) > self._kept_pages(at, kept) for at in places):
+            return False  # all recorded pages are used or leased
         holders = [slot for slot in self._groups[0].table if slot.pins]
         for slot in holders:
             self._journal.change(self.slot_pin_edits(slot, []))

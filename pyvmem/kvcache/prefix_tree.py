@@ -601,10 +601,9 @@ class PrefixTree(Generic[S]):
     def _whole(self, tokens: Any, limit: int | None) -> tuple[TokenIds, int]:
         """Returns the ids, and the end of their last full unit, in bytes."""
         ids = tokens if isinstance(tokens, TokenIds) else TokenIds(tokens)
-        data = ids.data
         if limit is not None and limit < 0:
             raise invalid(f"limit is {limit}; it must not be negative")
-        end = len(data) if limit is None else min(len(data), limit * ID_BYTES)
+        end = len(ids.data) if limit is None else min(len(ids.data), limit * ID_BYTES)
         return ids, end // self._width * self._width
 
     def _split(self, node: Node[S], units: int, edits: list[list[Any]]) -> Node[S]:

@@ -5,20 +5,18 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pyvmem.errors import DriverError, NotRecoverable, OutOfMemory, TooManyBatches, TooManyMappings
+from pyvmem.features import Feature
 from pyvmem.kvcache.events import order_after, prune
 from pyvmem.kvcache.growth import Pager
+from pyvmem.kvcache.mapper import Scratch
 from pyvmem.kvcache.pages import DEVICE, Block, Part, Span
 from pyvmem.kvcache.slots import Slot
+from pyvmem.memory.info import ContextInfo
 from pyvmem.memory.ops import OpBatch
-
-if TYPE_CHECKING:
-    from pyvmem.features import Feature
-    from pyvmem.kvcache.mapper import Scratch
-    from pyvmem.memory.info import ContextInfo
-    from pyvmem.memory.streams import Work
+from pyvmem.memory.streams import Work
 
 __all__ = ["Sharing"]
 
@@ -60,17 +58,15 @@ class Sharing:
         For `events` and `holders`, see `Block`. The blocks' handles are released when the current
         call ends, unless edits of `SharedPages.use_edits` record them.
         """
-        layout, tier_map, found = self.layout, slot.tier_map, []
+        layout, size, tier_map, found = self.layout, self.layout.page_size, slot.tier_map, []
         stretches = tier_map.stretches(low, high) if tier_map.noted else ((low, high, DEVICE),)
         for first, last, tier in stretches if low < high else ():
+            pages = last - first
             handle = self.mapper.gather(
-                slot.addr + first * layout.page_size,
-                (last - first) * layout.page_size,
-                layout.num_tensors,
-                layout.tensor_bytes,
+                slot.addr + first * size, pages * size, layout.num_tensors, layout.tensor_bytes
             )
-            block = Block(handle, last - first, list(events), tier, holders=holders)
-            found.append(Part(block, 0, last - first))
+            block = Block(handle, pages, list(events), tier, holders=holders)
+            found.append(Part(block, 0, pages))
         return tuple(found)
 
     def share(self, slot: Slot, pages: int) -> None:

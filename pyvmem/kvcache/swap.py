@@ -141,8 +141,7 @@ def _check_return(groups: Sequence[Group], slots: Sequence[Slot], length: int) -
 
 def bring_back(groups: Sequence[Group], swapped: SwappedRequest, reqid: int) -> None:
     """Undoes a `swap_out` whose caller never got the result. Idempotent."""
-    slot = groups[0].table[reqid]
-    if swapped.is_open and not slot.active:
+    if swapped.is_open and not groups[0].table[reqid].active:
         swap_in(groups, swapped, None, into=reqid)
 
 
@@ -176,17 +175,13 @@ def swap_in(
     for group, slot, *_ in each:
         group.take(slot)
 
-    def give_back() -> None:
-        for group, slot, *_ in each:
-            group.release(slot, None)
-
     try:
         want = [
             (group.pager, [(slot, group.layout.pages_for(length))] if length else [])
             for group, slot, *_ in each
         ]
         if not grow(want, background=False):
-            give_back()
+            release(groups, slots, None)
             return None
         for group in groups:
             group.pager.settle(stream)
@@ -196,7 +191,7 @@ def swap_in(
             size, addresses = _pieces(group, slot, head, length)
             group.mapper.copy(size, addresses, [rows], out=False)
     except VMemError:
-        give_back()
+        release(groups, slots, None)
         raise
     for group, slot, head, _ in each:
         group.enter(slot, length)
