@@ -42,6 +42,7 @@ from pyvmem.kvcache.idle import IDLE_SECONDS, IdleThread
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.manager import Manager
 from pyvmem.kvcache.prefix_cache import PrefixMatch
+from pyvmem.kvcache.prefix_tree import TokenIds
 from pyvmem.kvcache.stats import CacheStats, SlotInfo, together
 from pyvmem.kvcache.swap import SwappedRequest
 from pyvmem.kvcache.tiers import Moved
@@ -545,7 +546,7 @@ class KVCache(MustClose):
             InvalidArgument: bad tokens or namespace, or a negative `leave`.
         """
         with self._lock, self._journal:
-            return self._open()[0].prefixes.match(tokens, leave, namespace)
+            return self._open()[0].prefixes.match(TokenIds.of(tokens, namespace), leave)
 
     def alloc_prefix(
         self, tokens: Any, leave: int = 1, stream: Any = None, namespace: Hashable = None

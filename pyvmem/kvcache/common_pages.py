@@ -57,7 +57,7 @@ class CommonPages:
                     what = "a window, which the common pages would leave"
                 text = f"map_common_pages: the layers have {what}"
                 raise NotSupported(text, errno=errno.EOPNOTSUPP, op="KVCache")
-            unit = group.prefixes.unit_pages[0]
+            unit = group.sharing.unit_pages
             self.pages = min(-(-layout.pages_for(tokens) // unit) * unit, layout.slot_pages)
             lengths = [0] * config.max_batch
             self.rows = lengths[_WRITER] = layout.capacity(self.pages)
@@ -73,8 +73,8 @@ class CommonPages:
                     )
                 group.enter(slot, 0)
                 group.pager.release(slot)
-                handles = group.sharing.handles(slot, slot.shared, self.pages)
-                group.sharing.adopt(slot, handles, [], unit)
+                own = group.sharing.gather(slot, slot.shared, self.pages)
+                owner.journal.change(group.sharing.adopt_edits(slot, own))
                 group.table.change(slot, writer=True)
                 self._span = slot.span
                 others = group.table.emptiest(config.max_batch - 1)

@@ -11,7 +11,7 @@ import errno
 import os
 import select
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pyvmem.errors import BadHandle
 from pyvmem.memory.streams import (
@@ -27,9 +27,6 @@ from pyvmem.memory.streams import (
     wait_readable,
     work_of,
 )
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = [
     "PriorWork",
@@ -96,7 +93,7 @@ class PriorWork:
     _event: Any
     over: bool
 
-    def __new__(cls, stream: Any, device: int | None) -> Self:
+    def __new__(cls, stream: Any, device: int | None) -> PriorWork:
         """Returns `stream` itself if it is a `PriorWork`; otherwise, a new object.
 
         This way, nested calls share one object.

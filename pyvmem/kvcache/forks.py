@@ -9,22 +9,15 @@ from itertools import chain, repeat
 from operator import attrgetter
 from typing import Any
 
-from pyvmem.errors import (
-    NotRecoverable,
-    OutOfMemory,
-    TooManyBatches,
-    TooManyMappings,
-    VMemError,
-)
+from pyvmem.errors import NotRecoverable, OutOfMemory, TooManyBatches, TooManyMappings, VMemError
 from pyvmem.features.table import FORK
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.events import PriorWork
 from pyvmem.kvcache.group import Group, free_on_abort, prepare
 from pyvmem.kvcache.growth import Needs, fit, reclaim_after, reclaim_for
-from pyvmem.kvcache.pages import Block, Part, Span
+from pyvmem.kvcache.pages import Part, Span
 from pyvmem.kvcache.requests import sync_free_slots
-from pyvmem.kvcache.sharing import Held
-from pyvmem.kvcache.slots import Growth, Slot
+from pyvmem.kvcache.slots import Slot
 from pyvmem.kvcache.truncation import kept_rows
 from pyvmem.memory.ops import OpBatch
 
@@ -42,26 +35,24 @@ class _Fork:
     Attributes:
         group: the group.
         parent: slot of the forked request, without a batch in flight.
-        low: end of the pages that the parent already shares.
         rows: number of tokens that each new slot begins with.
         nbytes: size of these rows in one tensor.
         full: the parent's pages below this are shared from now on.
         pages: end of each new slot's granted pages.
         slots: the new slots, without pages.
         goals: end of each new slot's mapped pages; see `Runs`.
-        job: the `Growth` that counts the new pages.
+        new_pages: number of new physical pages.
     """
 
     group: Group
     parent: Slot
-    low: int
     rows: int
     nbytes: int
     full: int
     pages: int
-    slots: list[Slot] = field(default_factory=list)
+    slots: list[Slot]
     goals: list[int] = field(default_factory=list)
-    job: Growth | None = None
+    new_pages: int = 0
 
     def add(self, ops: OpBatch, edits: list[list[Any]], room: int, *, ahead: bool) -> None:
         """Adds this group's part to the batch and to the edits, which together make all changes.
@@ -77,68 +68,52 @@ class _Fork:
         """
         group, parent, slots = self.group, self.parent, self.slots
         full, pages, head, count = self.full, self.pages, parent.head, len(slots)
+        low = head + parent.span.pages
         sharing, pager, reclaimer = group.sharing, group.pager, group.reclaimer
         counters = group.counters
-        layout, size = group.layout, group.layout.page_size
-        own: list[Held] = sharing.handles(parent, self.low, full) if full > self.low else []
-        # A request that was forked at many lengths has many parts; one handle for all of them saves
-        # operations.
-        many = len(parent.span.parts) + len(own) > _FEW_PARTS
-        all_handles = sharing.handles(parent, head, full) if many else []
+        layout, size, stride = group.layout, group.layout.page_size, group.layout.tensor_bytes
+        span = parent.span
+        own: tuple[Part, ...] = ()
+        if full > low:
+            own = sharing.gather(parent, low, full, holders=1 + count)
+        elif full < low:
+            span = parent.shared_part(head, full)
         goals = [pages] * count
         if ahead and pages > full:
             pager.runs.read_free(room)
             goals = pager.columns.goals(goals, [full] * count, [head] * count)
         self.goals = goals
-        self.job = Growth(slots)
-        span = parent.span if full >= self.low else parent.shared_part(head, full)
-        uses = {span: count}
-        blocks: list[Block] = []
+        self.new_pages = (sum(goals) - full * count) * layout.num_tensors
+        edits += reclaimer.shared.use_edits({span: count}, {span: count}, own)
         if own:
-            sharing.map_pieces(ops, parent, own, replace=True)
-            parts, large_end = list(span.parts), parent.large_end
-            for handle, low, high, tier in own:
-                blocks.append(Block(handle, high - low, [], tier, holders=1 + count))
-                parts.append(Part(blocks[-1], 0, high - low))
-                if parent.block:
-                    large_end = parent.large_end_with(low, high, large_end)
-            span = Span(tuple(parts), group.prefixes.unit_pages[group.place])
-            edits += ([parent, "span", span], [parent, "large_end", large_end])
-        edits += reclaimer.shared.use_edits(uses, uses, blocks)
+            at = parent.addr + low * size
+            sharing.map_at(ops, at, stride, own, replace=True)
+            span = Span(span.parts + own, sharing.unit_pages)
+            edits.append([parent, "span", span])
+        # A request that was forked at many lengths has many parts; one handle for all of them saves
+        # operations.
+        many = len(parent.span.parts) + len(own) > _FEW_PARTS
+        parts = sharing.gather(parent, head, full) if many else span.parts
         capacity, rows = layout.capacity(pages), pager.columns.held_rows
         owners = []
         for slot in slots:
             owners.append(slot.owner + 1)
             edits += ([pager.capacity, slot.index, capacity], [rows, slot.index, self.rows])
-            if many:
-                sharing.map_pieces(ops, slot, all_handles)
-            else:
-                sharing.map_at(ops, slot.addr + head * size, layout.tensor_bytes, span)
+            sharing.map_at(ops, slot.addr + head * size, stride, parts)
         if pages > full:
-            self.job.pieces = list(zip(slots, repeat(full), goals))
-            self.job.new_pages = (sum(goals) - full * count) * layout.num_tensors
-            contents = {}
-            if copied := self.nbytes - full * size:
-                contents = {
-                    "copy_from": parent.addr + full * size,
-                    "copy_stride": layout.tensor_bytes,
-                    "copy_bytes": copied,
-                }
-            for slot, low, high in self.job.pieces:
+            copied = self.nbytes - full * size
+            source = parent.addr + full * size if copied else None
+            dirty = not group.config.zero_fill and not copied
+            for slot, goal in zip(slots, goals, strict=True):
                 ops.populate(
-                    slot.addr + low * size,
-                    (high - low) * size,
-                    layout.num_tensors,
-                    layout.tensor_bytes,
-                    size,
-                    not group.config.zero_fill and not copied,
-                    spread=True,
-                    **contents,
-                )
+                    slot.addr + full * size, (goal - full) * size, layout.num_tensors, stride,
+                    size, dirty, spread=True,
+                    copy_from=source, copy_stride=stride, copy_bytes=copied,
+                )  # fmt: skip
         tier_map = parent.tier_map
         if tier_map.noted:
             tier_map = tier_map.within(head, full)
-        held, new = reclaimer.device_pages + self.job.new_pages, self.job.new_pages
+        held = reclaimer.device_pages + self.new_pages
         edits += (
             [slots, "active", [True] * count],
             [slots, "kept", [False] * count],
@@ -153,7 +128,7 @@ class _Fork:
             [reclaimer, "device_pages", held],
             [reclaimer, "slid", reclaimer.slid + head * count],
             [reclaimer, "own_off_device", None],
-            [counters, "grown", counters.grown + new],
+            [counters, "grown", counters.grown + self.new_pages],
             [counters, "peak_mapped", max(held, counters.peak_mapped)],
             [group, "used_tokens", group.used_tokens + self.rows * count],
         )
@@ -164,12 +139,13 @@ class _Fork:
             edits.append([slots, "pins", [parent.pins[:] for _ in slots]])
         if parent.block:
             large_ends = map(Slot.large_end_with, slots, repeat(head), goals, repeat(0))
-            edits.append([slots, "large_end", list(large_ends)])
+            large_end = parent.large_end_with(low, full, parent.large_end)
+            edits += ([slots, "large_end", list(large_ends)], [parent, "large_end", large_end])
         group.table.changes += count
 
     def mark_broken(self, error: NotRecoverable) -> NotRecoverable:
         """Retires the slots whose rollback failed; returns the error to raise."""
-        group, head, low = self.group, self.parent.head, self.low
+        group, head, low = self.group, self.parent.head, self.parent.shared
         pieces = [(slot, head, goal) for slot, goal in zip(self.slots, self.goals, strict=True)]
         group.reclaimer.mark_broken([*pieces, (self.parent, low, self.full)])
         if self.parent.broken:
@@ -200,7 +176,10 @@ def fork_all(
     most = len(table.slots)
     if not 1 <= count <= most:
         raise invalid(f"fork of {count} requests; it must be between 1 and {most}", limit=most)
-    chosen = None if into is None else _chosen(groups[0], count, into)
+    chosen = table.emptiest(count) if into is None else _chosen(groups[0], count, into)
+    if len(chosen) < count:
+        return None
+    reqids = list(map(attrgetter("index"), chosen))
     parts: list[_Fork] = []
     needs = []
     for group in groups:
@@ -214,17 +193,11 @@ def fork_all(
         # A state is rewritten with every token, so it cannot be shared.
         full = 0 if layout.state else nbytes // layout.page_size
         new_pages = (pages - full) * count * layout.num_tensors
-        low = parent.head + parent.span.pages
-        parts.append(_Fork(group, parent, low, rows, nbytes, full, pages))
+        slots = list(map(group.table.slots.__getitem__, reqids))
+        parts.append(_Fork(group, parent, rows, nbytes, full, pages, slots))
         needs.append((group.pager, new_pages))
-    if chosen is None:
-        chosen = table.emptiest(count)
-        if len(chosen) < count:
-            return None
-    reqids = list(map(attrgetter("index"), chosen))
     try:
         for part in parts:
-            part.slots = list(map(part.group.table.slots.__getitem__, reqids))
             for slot in part.slots:
                 if slot.job is not None or slot.mapped or slot.broken:
                     part.group.sharing.empty(slot)
@@ -235,7 +208,7 @@ def fork_all(
     if not (fit(needs) or reclaim_for(needs, {})):
         return None
     for part in () if work.over else parts:
-        if part.nbytes > part.low * part.group.layout.page_size:
+        if part.nbytes > part.parent.shared * part.group.layout.page_size:
             work.wait()
     if not rows:
         for part in parts:
@@ -271,8 +244,7 @@ def _fork(parts: Sequence[_Fork], needs: Needs) -> bool:
         try:
             for part in parts:
                 part.add(ops, edits, room, ahead=ahead)
-                if part.job is not None:
-                    room -= part.job.new_pages * part.group.layout.page_size
+                room -= part.new_pages * part.group.layout.page_size
             first.mapper.commit(edits, ops, waits=first.counters.waits)
             break
         except NotRecoverable as error:
@@ -282,8 +254,8 @@ def _fork(parts: Sequence[_Fork], needs: Needs) -> bool:
             if not ahead and not reclaim_after(needs, {}, error):  # else retry without surplus
                 return False
     for part in parts:
-        if part.job is not None and part.group.pager.runs.limit:
-            part.group.pager.runs.grown(part.job.pieces)
+        if part.new_pages and part.group.pager.runs.limit:
+            part.group.pager.runs.grown(list(zip(part.slots, repeat(part.full), part.goals)))
     return True
 
 

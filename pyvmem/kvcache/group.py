@@ -173,7 +173,7 @@ class Group:
         self.scratch = Scratch(self.mapper, layout.page_size)
         self.mover = Mover(self.reclaimer, self.scratch, self.device)
         self.pager = Pager(self.reclaimer, self.mover, config, ops)
-        self.sharing = Sharing(self.pager, config)
+        self.sharing = Sharing(self.pager, self.scratch, prefixes.unit_pages[place])
         self.promoter = self.window = None
         if layout.block and not (layout.state or config.window):
             self.promoter = Promoter(self.reclaimer, self.mover, config)
@@ -182,7 +182,7 @@ class Group:
             unit = prefixes.unit if prefixes.records else 1
             self.window = Window(self.reclaimer, self.mover, config, unit, release, ops)
         self.prefixes, self.place = prefixes, place
-        prefixes.join(self.sharing, self.window, self.scratch)
+        prefixes.join(self.sharing, self.window)
         # For each slot, its owner and the number of pages per tensor that `step_async` left for a
         # later call.
         self.left: dict[Slot, tuple[int, int]] = {}
@@ -475,7 +475,7 @@ class Group:
             return
         own = span.slice(first - slot.head, span.pages)
         ops = OpBatch(len(own.parts) + 1)
-        self.sharing.map_span(ops, slot, own, first, replace=True)
+        self.sharing.map_parts(ops, slot, own.parts, first, replace=True)
         self.reclaimer.try_keep(slot, ops)
 
     # ---- housekeeping ----------------------------------------------------------------------------
@@ -608,7 +608,7 @@ def lend(loans: Sequence[Loan]) -> None:
             parts += len(more.parts)
     ops = OpBatch(parts)
     for group, slot, more, page in missing:
-        group.sharing.map_span(ops, slot, more, page)
+        group.sharing.map_parts(ops, slot, more.parts, page)
     edits: list[list[Any]] = []
     free_on_abort([(group, slot, slot.owner) for group, slot, *_ in loans])
     for group in dict.fromkeys(map(attrgetter("group"), loans)):

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from hashlib import blake2b
 from importlib.util import find_spec
+from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pyvmem.errors import VMemError
@@ -31,12 +32,11 @@ from pyvmem.plumbing.logs import warn
 
 if TYPE_CHECKING:
     from pyvmem.kvcache.layout import Layout
-    from pyvmem.kvcache.mapper import Scratch
     from pyvmem.kvcache.sharing import Sharing
     from pyvmem.kvcache.slots import Slot
     from pyvmem.memory.host_copies import HostMemory
 
-__all__ = ["FAILURES", "Going", "HostPrefixes", "Key", "unit_keys"]
+__all__ = ["FAILURES", "HostPrefixes", "Key", "unit_keys"]
 
 _log = logging.getLogger(__name__)
 
@@ -49,9 +49,6 @@ FAILURES = (VMemError, MemoryError, OSError, RuntimeError)
 Key: TypeAlias = tuple[Hashable, bytes]
 """A namespace, and the digest of all tokens up to the end of a unit."""
 
-Going: TypeAlias = tuple[Sequence[Span], Sequence[Key]]
-"""The pages of evicted units, one span per group, and the units' keys."""
-
 
 def unit_keys(ids: TokenIds, unit: int, first: int, last: int) -> list[Key]:
     """Returns the keys of units [first, last) of a prompt.
@@ -59,7 +56,7 @@ def unit_keys(ids: TokenIds, unit: int, first: int, last: int) -> list[Key]:
     `unit` is the number of tokens per unit.
     """
     width, data, digest, found = unit * ID_BYTES, ids.data, b"", []
-    for at in range(last):
+    for at in range(last if first < last else 0):
         digest = blake2b(digest + data[at * width : (at + 1) * width], digest_size=_DIGEST).digest()
         if at >= first:
             found.append((ids.namespace, digest))
@@ -75,8 +72,10 @@ class HostPrefixes:
     Args:
         layouts: layouts of the groups.
         unit_pages: for each group, the number of pages per tensor in a unit.
+        groups: the groups, which the caller appends as they are created.
 
     Attributes:
+        cell: size of a cell in bytes.
         limit: maximum size of all cells in bytes; 0: prefixes are not kept in host memory.
         step: number of units allocated, or stored by an idle cache, at a time.
         stored, loaded: bytes copied to and from host memory so far.
@@ -87,15 +86,14 @@ class HostPrefixes:
         InvalidArgument: the limit is less than the size of a cell, or numpy is missing.
     """
 
-    def __init__(self, layouts: Sequence[Layout], unit_pages: Sequence[int]) -> None:
+    def __init__(
+        self, layouts: Sequence[Layout], unit_pages: Sequence[int], groups: Sequence[Sharing]
+    ) -> None:
         self.limit = limit = layouts[0].config.host_prefixes
-        sizes = [
-            one.page_size * pages * one.num_tensors
-            for one, pages in zip(layouts, unit_pages, strict=True)
-        ]
-        self._unit_pages = unit_pages
-        self._ends = [sum(sizes[:place]) for place in range(len(sizes) + 1)]
-        self._cell = size = sum(sizes) or 1  # the sum is 0 if all layers have a state
+        each = zip(layouts, unit_pages, strict=True)
+        sizes = [one.page_size * pages * one.num_tensors for one, pages in each]
+        self._ends = list(accumulate(sizes, initial=0))
+        self.cell = size = self._ends[-1] or 1  # the sum is 0 if all layers have a state
         if 0 < limit < size:
             raise invalid(
                 f"host_prefixes {limit} is less than the rows of a sharing unit, {size} bytes",
@@ -105,32 +103,29 @@ class HostPrefixes:
         if limit and find_spec("numpy") is None:
             raise invalid(f"host_prefixes {limit} needs numpy, which is not installed", size=limit)
         self._most, self.step = limit // size, max(1, _SLAB // size)
-        self._groups: list[tuple[Sharing, Scratch]] = []
+        self._groups = groups
         self._slabs: list[HostMemory] = []
         self._cells: list[memoryview] = []
         self._free: list[int] = []
         self._rows: OrderedDict[Key, int] = OrderedDict()  # key -> cell, least recently used first
         self.stored = self.loaded = self.dropped = 0
 
-    def join(self, group: Sharing, scratch: Scratch) -> None:
-        """Adds a group that was just created."""
-        self._groups.append((group, scratch))
-
     @property
     def nbytes(self) -> int:
         """Size of the kept rows in bytes."""
-        return len(self._rows) * self._cell
+        return len(self._rows) * self.cell
 
     # ---- storing ---------------------------------------------------------------------------------
 
-    def store(self, going: Sequence[Going]) -> None:
+    def store(self, going: Iterable[tuple[Sequence[Span], Sequence[Key]]]) -> None:
         """Copies the rows of evicted units to cells, as many units as fit.
 
         Units that cannot be copied now are lost, since this does not wait for GPU work that may
         still write their pages.
 
         Args:
-            going: evicted units, least recently used first.
+            going: the pages of evicted units, one span per group, and the units' keys; the least
+                recently used first.
         """
         for each, keys in going:
             new = [at for at, key in enumerate(keys) if key not in self._rows][: self._most]
@@ -143,7 +138,7 @@ class HostPrefixes:
                 if key in self._rows:
                     self._rows.move_to_end(key)
                 else:
-                    self.dropped += self._cell
+                    self.dropped += self.cell
 
     def _store(self, each: Sequence[Span], keys: Sequence[Key], units: list[int]) -> None:
         """Copies units to cells, in order, until one cannot be copied."""
@@ -157,20 +152,20 @@ class HostPrefixes:
             self._free += cells
         else:
             self._rows.update((keys[at], cell) for at, cell in zip(units, cells, strict=True))
-            self.stored += len(cells) * self._cell
+            self.stored += len(cells) * self.cell
 
     def _copy_out(self, place: int, span: Span, units: list[int], cells: list[int]) -> None:
         """Copies units of a span to cells, through a temporary mapping."""
-        group, scratch = self._groups[place]
+        group = self._groups[place]
         stride = span.pages * group.layout.page_size
         nbytes = stride * group.layout.num_tensors
-        ops, addresses = OpBatch(len(span.parts)), scratch.take(nbytes)
-        group.map_at(ops, addresses.addr, stride, span)
+        ops, addresses = OpBatch(len(span.parts)), group.scratch.take(nbytes)
+        group.map_at(ops, addresses.addr, stride, span.parts)
         try:
             group.mapper.commit([], ops)
             self._copy(place, addresses.addr, stride, units, cells, out=True)
         finally:
-            scratch.give_mapped(addresses, nbytes)
+            group.scratch.give_mapped(addresses, nbytes)
 
     # ---- loading ---------------------------------------------------------------------------------
 
@@ -179,12 +174,8 @@ class HostPrefixes:
 
         The units end at token `end` at the latest.
         """
-        found: list[Key] = []
-        first, last = begin // unit, end // unit
-        for key in unit_keys(ids, unit, first, last) if self._rows and first < last else ():
-            if key not in self._rows:
-                break
-            found.append(key)
+        keys = unit_keys(ids, unit, begin // unit, end // unit) if self._rows else ()
+        found = list(takewhile(self._rows.__contains__, keys))
         for key in reversed(found):
             self._rows.move_to_end(key)
         return found
@@ -202,21 +193,14 @@ class HostPrefixes:
             keys: keys of the units.
         """
         cells, units = [self._rows[key] for key in keys], range(first, first + len(keys))
-        for place, (group, _) in enumerate(self._groups):
+        for place, group in enumerate(self._groups):
             self._copy(place, slots[place].addr, group.layout.tensor_bytes, units, cells, out=False)
-        self.loaded += len(cells) * self._cell
+        self.loaded += len(cells) * self.cell
 
     # ---- cells -----------------------------------------------------------------------------------
 
     def _copy(
-        self,
-        place: int,
-        addr: int,
-        stride: int,
-        units: Sequence[int],
-        cells: Sequence[int],
-        *,
-        out: bool,
+        self, place: int, addr: int, stride: int, units: Sequence[int], cells: list[int], out: bool
     ) -> None:
         """Copies one group's rows between cells and tensors, unit by unit.
 
@@ -230,8 +214,8 @@ class HostPrefixes:
         """
         import numpy as np
 
-        group, begin, end = self._groups[place][0], *self._ends[place : place + 2]
-        size = self._unit_pages[place] * group.layout.page_size
+        group, begin, end = self._groups[place], *self._ends[place : place + 2]
+        size = group.unit_pages * group.layout.page_size
         starts = addr + np.array(units, dtype=np.int64) * size
         tensors = np.arange(group.layout.num_tensors, dtype=np.int64) * stride
         pieces: Any = np.add.outer(starts, tensors).ravel()
@@ -253,7 +237,7 @@ class HostPrefixes:
                 found.append(self._free.pop())
             elif self._rows:
                 found.append(self._rows.popitem(last=False)[1])
-                self.dropped += self._cell
+                self.dropped += self.cell
             else:
                 break
         return found
@@ -264,14 +248,14 @@ class HostPrefixes:
 
         count = min(self.step, self._most - len(self._cells))
         try:
-            locked = has_kernel(self._groups[0][0].mapper.context)
-            self._slabs.append(HostMemory(count * self._cell, locked))
+            locked = has_kernel(self._groups[0].mapper.context)
+            self._slabs.append(HostMemory(count * self.cell, locked))
         except FAILURES as error:
             warn(_log, "prefixes", "no host memory for more prefixes: %s", error)
             self._most = len(self._cells)
             return
         view, first = memoryview(self._slabs[-1].memory), len(self._cells)
-        self._cells += [view[at * self._cell : (at + 1) * self._cell] for at in range(count)]
+        self._cells += [view[at * self.cell : (at + 1) * self.cell] for at in range(count)]
         self._free += range(first, first + count)
 
     def _unused(self) -> list[int]:

@@ -201,7 +201,7 @@ class Manager:
             for group in self.groups:
                 group.close(work)
         for group in self.groups[:1]:
-            group.prefixes.close()
+            group.prefixes.host.close()
         if self.budget is not None:
             for group in self.groups:
                 call_part(partial(self.budget.leave, group.pager))

@@ -212,6 +212,8 @@ class Span:
 
     def slice(self, first: int, last: int) -> Span:
         """Returns pages [first, last) of this span."""
+        if first <= 0 and last >= self.pages:
+            return self
         parts = []
         at = 0
         for block, low, high in self.parts:
@@ -278,7 +280,7 @@ class SharedPages:
         self.unheld: dict[Part, None] = {}
 
     def use_edits(
-        self, uses: Mapping[Span, int], holds: Mapping[Span, int] = {}, new: Sequence[Block] = ()
+        self, uses: Mapping[Span, int], holds: Mapping[Span, int] = {}, new: Sequence[Part] = ()
     ) -> list[list[Any]]:
         """Returns the edits for requests that start or stop using shared pages.
 
@@ -287,7 +289,7 @@ class SharedPages:
                 must be held.
             holds: for each span, the change in the number of its holders. Pages whose count drops
                 to 0 become `unheld`.
-            new: new blocks, whose handles this object owns from now on.
+            new: new blocks, each as a part; this object owns their handles from now on.
         """
         edits: list[list[Any]] = []
         pages, used, total, off_device = self.pages, self.used, self.uses, self.off_device_uses
@@ -316,7 +318,7 @@ class SharedPages:
                         used += before.count(0) - after.count(0)
             for block, numbers in copies.items():
                 edits.append([getattr(block, name), slice(None), numbers])
-        for block in new:
+        for block, *_ in new:
             edits.append([self.blocks, block, None])
             edits.append([self._mapper.journal.unrecorded, block.handle, ...])
             if block.off_device:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from pyvmem.errors import NotSupported, OutOfMemory, TooManyMappings, VMemError
+from pyvmem.features.table import PREFIXES
 from pyvmem.kvcache.events import PriorWork, prune
 from pyvmem.kvcache.group import Group, Loan, lend, prepare
 from pyvmem.kvcache.growth import grow
@@ -31,19 +32,21 @@ def alloc_prefix(
     """Implements `KVCache.alloc_prefix`."""
     sync_free_slots(groups)
     prefixes = groups[0].prefixes
-    match, length = prefixes.wanted(tokens, leave, namespace)
+    match = prefixes.wanted(tokens, leave, namespace)
     reqid = slots = resumed = None
     try:
         if match.length:
             spans = [prefixes.span(group.place, match) for group in groups]
             kept = kept_slots(groups, spans, match.length)
             if kept is None:
-                prefixes.require("alloc_prefix")
+                groups[0].sharing.require(PREFIXES, "alloc_prefix")
             slots = kept or empty_slots(groups)
         if slots is None:
-            reqid = alloc(groups, length)
+            reqid = alloc(groups, match.asked)
         else:
-            resumed = _begin_with(groups, match, spans, slots, reader, kept=kept is not None)
+            for group, span in zip(groups, spans, strict=True):
+                group.sharing.order_after_writers(span, reader)
+            resumed = _begin_with(groups, match, spans, slots, kept is not None)
             if resumed is not None:
                 reqid = slots[0].index
                 prepare(groups)
@@ -63,7 +66,7 @@ def alloc_prefix(
             prefixes.host.drop(prefixes.in_host(match))
             match.in_host = 0  # do not retry the load
             return alloc_prefix(groups, tokens, leave, reader, namespace)
-    _count_prompt(groups[0], (length, held, bool(resumed)), 1)
+    _count_prompt(groups[0], (match.asked, held, bool(resumed)), 1)
     return reqid, held
 
 
@@ -124,13 +127,7 @@ def withdraw(groups: Sequence[Group]) -> None:
 
 
 def _begin_with(
-    groups: Sequence[Group],
-    match: PrefixMatch,
-    spans: Sequence[Span],
-    slots: Sequence[Slot],
-    reader: Work,
-    *,
-    kept: bool,
+    groups: Sequence[Group], match: PrefixMatch, spans: list[Span], slots: list[Slot], kept: bool
 ) -> bool | None:
     """Starts a request with a leased match, in all groups or none.
 
@@ -139,29 +136,25 @@ def _begin_with(
         match: the match.
         spans: the match's pages in each group.
         slots: the request's slot in each group.
-        reader: the work that will read the pages.
         kept: True if some or all of these pages are already mapped in the slots.
 
     Returns:
         True if all of the pages were still mapped; None if memory is short, with nothing changed.
     """
-    prefixes, resumed = groups[0].prefixes, kept
+    resumed = True
     loans: list[Loan] = []
     try:
         for group, slot, span in zip(groups, slots, spans, strict=True):
-            group.sharing.order_after_writers(span, reader)
-            if kept:
-                resumed = resumed and slot.span.pages == span.pages
-                loans.append(Loan(group, slot, span, slot.head))
-                continue
-            group.sharing.empty(slot)
+            if not kept:
+                group.sharing.empty(slot)
+            resumed = resumed and slot.span.pages == span.pages
             loans.append(Loan(group, slot, span, group.layout.window_page(match.length)))
         lend(loans)
     except VMemError as error:
         if groups[0].sharing.is_shortage(error):
             return None
         raise
-    prefixes.hand_over(match, slots[0])
+    groups[0].prefixes.hand_over(match, slots[0])
     for group, slot, *_ in loans:
         group.enter(slot, match.length)
         group.note_use()
@@ -173,18 +166,14 @@ def kept_slots(groups: Sequence[Group], spans: Sequence[Span], length: int) -> l
 
     Returns None if no slot has any of the pages mapped.
     """
-    stale = groups[0].table.stale
-    if not stale:
-        return None
-    heads = [group.layout.window_page(length) for group in groups]
     best: list[Slot] | None = None
-    for slot in stale:
+    for slot in groups[0].table.stale:
         if not slot.kept or (best is not None and slot.mapped <= best[0].mapped):
             continue
         each = []
-        for group, span, head in zip(groups, spans, heads, strict=True):
+        for group, span in zip(groups, spans, strict=True):
             one = group.table.slots[slot.index]
-            if not group.sharing.begins(one, span, head):
+            if not group.sharing.begins(one, span, length):
                 break
             each.append(one)
         else:
@@ -203,8 +192,7 @@ def empty_slots(groups: Sequence[Group]) -> list[Slot] | None:
     if not found:
         return None
     slots = [group.table.slots[found[0].index] for group in groups]
-    if not groups[0].table.lockstep:
-        for slot in slots:
-            if (slot.job is not None or slot.mapped) and prune(slot.events):
-                return None
+    for slot in () if groups[0].table.lockstep else slots:
+        if (slot.job is not None or slot.mapped) and prune(slot.events):
+            return None
     return slots

@@ -52,38 +52,32 @@ import errno
 import logging
 import math
 import operator
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pyvmem.errors import BadHandle
 from pyvmem.features.table import PREFIXES
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.events import PriorWork
 from pyvmem.kvcache.host_prefixes import HostPrefixes, Key, unit_keys
+from pyvmem.kvcache.journal import Journal
+from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.pages import Span
 from pyvmem.kvcache.prefix_tree import ID_BYTES, Match, Node, PrefixTree, TokenIds
 from pyvmem.kvcache.sharing import Sharing
+from pyvmem.kvcache.slots import Slot
+from pyvmem.kvcache.window import Window
 from pyvmem.plumbing.closing import Scoped
-
-if TYPE_CHECKING:
-    from pyvmem._native import Columns
-    from pyvmem.kvcache.journal import Journal
-    from pyvmem.kvcache.layout import Layout
-    from pyvmem.kvcache.mapper import Scratch
-    from pyvmem.kvcache.prefix_tree import Node
-    from pyvmem.kvcache.slots import Slot, SlotTable
-    from pyvmem.kvcache.window import Window
-    from pyvmem.memory.info import ContextInfo
 
 __all__ = ["Lease", "Leases", "PrefixCache", "PrefixEvicted", "PrefixMatch"]
 
 
 _log = logging.getLogger(__name__)
 
-_NO_IDS = TokenIds(())
 
-
+@dataclass(eq=False, slots=True)
 class _Spans:
     """The payload of a tree node: pages of consecutive units in every group of layers.
 
@@ -93,12 +87,9 @@ class _Spans:
         keys: the units' keys for host memory; empty if prefixes are not kept there.
     """
 
-    __slots__ = ("each", "keys", "pages")
-
-    def __init__(self, each: Sequence[Span], units: int, keys: Sequence[Key] = ()) -> None:
-        self.each = tuple(each)
-        self.pages = units
-        self.keys = keys
+    each: Sequence[Span]
+    pages: int
+    keys: Sequence[Key] = ()
 
     def missing(self, place: int) -> int:
         """Returns how many of a group's first pages are missing because they left the window."""
@@ -107,11 +98,10 @@ class _Spans:
 
     def split(self, units: int) -> tuple[_Spans, _Spans]:
         """Splits every group's span; see `Span.split`."""
-        places = range(len(self.each))
-        both = [self.each[place].split(units, self.missing(place)) for place in places]
+        both = [span.split(units, self.missing(place)) for place, span in enumerate(self.each)]
         upper, lower = zip(*both, strict=True)
-        first, rest = self.keys[:units], self.keys[units:]
-        return _Spans(upper, units, first), _Spans(lower, self.pages - units, rest)
+        above = _Spans(upper, units, self.keys[:units])
+        return above, _Spans(lower, self.pages - units, self.keys[units:])
 
 
 class PrefixEvicted(BadHandle):
@@ -154,7 +144,7 @@ class PrefixMatch(Scoped):
     _lease: Lease = field(repr=False)
     _owner: Leases = field(repr=False)
     in_host: int = 0
-    ids: TokenIds = field(default=_NO_IDS, repr=False)
+    ids: TokenIds = field(default=TokenIds(()), repr=False)
 
     def release(self) -> None:
         """Ends the lease, so that the prefix may be evicted. Idempotent.
@@ -242,15 +232,6 @@ class Leases:
         return {one: None for node in self.nodes() for one in node.path()}
 
 
-def evicted(length: int) -> PrefixEvicted:
-    """Returns the error for a match whose prefix was evicted."""
-    return PrefixEvicted(
-        f"the match of {length} tokens has lost its lease and its prefix was evicted; match again",
-        errno=errno.EBADF,
-        op="KVCache",
-    )
-
-
 class PrefixCache:
     """The recorded prefixes of a cache's groups of layers.
 
@@ -268,24 +249,18 @@ class PrefixCache:
         unit_pages: for each group, the number of pages per tensor in a sharing unit.
         leases: the leases, which protect matched prefixes from eviction.
         host: the rows of evicted prefixes in host memory.
+        records: True if rows can be recorded at all, that is, if no group has a state.
     """
-
-    _table: SlotTable
-    _rows: Columns
 
     def __init__(self, layouts: Sequence[Layout], journal: Journal, *, lockstep: bool) -> None:
         self._journal = journal
         self._groups: list[Sharing] = []
-        self._windows: list[Window | None] = []
+        self._windows: dict[int, Window] = {}  # keyed by the group's place
         self._layouts = layouts
-        self._sliding = [place for place, one in enumerate(layouts) if one.config.window]
-        self._restores = not any(one.state for one in layouts)
+        rows = [one for one in layouts if not one.state]
+        self.records = len(rows) == len(layouts)
         self.unit = math.lcm(
-            *(
-                math.lcm(one.row_bytes, one.page_size) // one.row_bytes
-                for one in layouts
-                if not one.state
-            )
+            *(one.page_size // math.gcd(one.row_bytes, one.page_size) for one in rows)
         )
         self.unit_pages = tuple(
             0 if one.state else self.unit * one.row_bytes // one.page_size for one in layouts
@@ -293,20 +268,13 @@ class PrefixCache:
         self.tree: PrefixTree[_Spans] = PrefixTree(self.unit, journal.change)
         self.leases = Leases(self.tree, journal, lockstep=lockstep)
         self._columns = [one.page_size * one.num_tensors for one in layouts]
-        self._supported: ContextInfo | None = None  # set once `require` has succeeded
-        self.host = HostPrefixes(layouts, self.unit_pages)
+        self.host = HostPrefixes(layouts, self.unit_pages, self._groups)
 
-    def join(self, group: Sharing, window: Window | None, scratch: Scratch) -> None:
+    def join(self, group: Sharing, window: Window | None) -> None:
         """Adds a group that was just created."""
-        if not self._groups:
-            self._table, self._rows = group.table, group.pager.columns
+        if window is not None:
+            self._windows[len(self._groups)] = window
         self._groups.append(group)
-        self._windows.append(window)
-        self.host.join(group, scratch)
-
-    def close(self) -> None:
-        """Releases the host memory. Idempotent."""
-        self.host.close()
 
     # ---- recording -------------------------------------------------------------------------------
 
@@ -314,25 +282,19 @@ class PrefixCache:
         """See `KVCache.record`."""
         ids, each, found, units = self._look(slot, tokens, namespace)
         if units:
-            for group, one, _ in each:
-                group.mover.finish(one, work)
-            for group, one, _ in each:
+            for group, one in each:
+                group.pager.mover.finish(one, work)
                 group.pager.release(one)
-            if any(units * unit > one.shared for _, one, unit in each):
+            if any(units * group.unit_pages > one.shared for group, one in each):
                 work.wait()
-            for group, one, unit in each:
-                group.share(one, units * unit, unit)
+            for group, one in each:
+                group.share(one, units * group.unit_pages)
         node, length = self._insert(each, ids, found)
         # If another request recorded these tokens, the slot shares no pages with it and needs no
         # pin.
         if length and slot.span.pages and node not in slot.pins:
             self._journal.change(self.slot_pin_edits(slot, [*slot.pins, node]))
-        return self._ends(self.tree.match(ids)) if self._sliding else length
-
-    @property
-    def records(self) -> bool:
-        """True if rows can be recorded at all, that is, if no group has a state."""
-        return self._restores
+        return self._ends(self.tree.match(ids)) if self._windows else length
 
     def shares(self, slot: Slot, tokens: Any, namespace: Hashable = None) -> bool:
         """Returns whether `record` would share pages.
@@ -340,19 +302,17 @@ class PrefixCache:
         It must then wait for the work that writes them.
         """
         _, each, _, units = self._look(slot, tokens, namespace)
-        return any(units * unit > one.shared for _, one, unit in each)
+        return any(units * group.unit_pages > one.shared for group, one in each)
 
     def _firsts(self, slot: Slot) -> list[tuple[int, int]]:
         """Returns the first page whose rows the request holds, for each group with a window.
 
         Each item holds a group's index and that page.
         """
-        found = []
-        for place in self._sliding:
-            group, window = self._groups[place], self._windows[place]
-            assert window is not None
-            found.append((place, window.first_page(group.table[slot.index])))
-        return found
+        return [
+            (place, window.first_page(self._groups[place].table.slots[slot.index]))
+            for place, window in self._windows.items()
+        ]
 
     def record_last(self, slot: Slot, tokens: Any, event: Any, namespace: Hashable = None) -> bool:
         """Records the rows of a slot that is about to be freed; `event` is its last GPU work.
@@ -363,133 +323,108 @@ class PrefixCache:
         """
         ids, each, found, units = self._look(slot, tokens, namespace)
         if units:
-            for group, one, _ in each:
+            for group, one in each:
                 if one.job is not None or one.stale:
                     group.pager.release(one)
-            events, handles = [] if event is None else [event], []
-            for group, one, unit in each:
+            events, gathered = [] if event is None else [event], []
+            for group, one in each:
                 shared = one.head + one.span.pages
-                handles.append(group.handles(one, shared, units * unit))
-            for (group, one, unit), held in zip(each, handles, strict=True):
-                if held:
-                    group.adopt(one, held, events, unit)
+                gathered.append(group.gather(one, shared, units * group.unit_pages, events))
+            for (group, one), own in zip(each, gathered, strict=True):
+                if own:
+                    self._journal.change(group.adopt_edits(one, own))
         node, length = self._insert(each, ids, found)
-        if self._sliding:
+        if self._windows:
             length = self._ends(self.tree.match(ids))
         if not length:
             return False
-        for place, (_, one, _) in enumerate(each):
+        for place, (_, one) in enumerate(each):
             span = self._span(place, node, length)
-            if span.parts != one.span.parts and (
-                span.slice(0, one.span.pages).parts != one.span.parts
-            ):
+            if span.slice(0, one.span.pages).parts != one.span.parts:
                 return False
         return True
 
     def _look(
         self, slot: Slot, tokens: Any, namespace: Hashable
-    ) -> tuple[TokenIds, list[tuple[Sharing, Slot, int]], Match[_Spans], int]:
+    ) -> tuple[TokenIds, list[tuple[Sharing, Slot]], Match[_Spans], int]:
         """Looks up the rows that a request holds in the recorded prefixes.
 
         Returns:
-            The ids of the rows; for each group, the request's slot and the pages per tensor in a
-            unit; the match; and the number of full units that the request holds, or 0 if they are
-            already recorded or the slot does not have all of the rows to record.
+            The ids of the rows; the request's slot in each group; the match; and the number of full
+            units that the request holds, or 0 if they are already recorded or the slot does not
+            have all of the rows to record.
         """
-        if self._groups[0].mapper.context.info is not self._supported:
-            self.require("record")
+        self._groups[0].require(PREFIXES, "record")
         ids, index = TokenIds.of(tokens, namespace), slot.index
-        held, count = self._rows.held_rows[index], len(ids.data) // ID_BYTES
+        held, count = self._groups[0].pager.columns.held_rows[index], len(ids.data) // ID_BYTES
         if count > held:
             ids, count = TokenIds.from_bytes(ids.data[: held * ID_BYTES], ids.namespace), held
-        each, units, found = [], count // self.unit, self.tree.match(ids)
-        for group, unit in zip(self._groups, self.unit_pages, strict=True):
-            each.append((group, group.table.slots[index], unit))
+        each = [(group, group.table.slots[index]) for group in self._groups]
+        units, found = count // self.unit, self.tree.match(ids)
         length = units * self.unit
-        if not self._restores or (self._ends(found) if self._sliding else found.length) >= length:
+        if not self.records or (self._ends(found) if self._windows else found.length) >= length:
             units = 0
-        for place, first in self._firsts(slot) if self._sliding and units else ():
+        for place, first in self._firsts(slot) if self._windows and units else ():
             if first > self._layouts[place].window_page(length):
                 units = 0
         return ids, each, found, units
 
-    def require(self, what: str) -> None:
-        """Raises NotSupported if a group cannot share prefixes.
-
-        `what` names the call in the error.
-        """
-        for group in self._groups:
-            group.require(PREFIXES, what)
-        self._supported = self._groups[0].mapper.context.info
-
     def _insert(
-        self, each: Sequence[tuple[Sharing, Slot, int]], ids: TokenIds, found: Match[_Spans]
+        self, each: Sequence[tuple[Sharing, Slot]], ids: TokenIds, found: Match[_Spans]
     ) -> tuple[Node[_Spans], int]:
         """Records the rows that a request shares; `found` is the part that the tree already has.
 
         Returns:
             The node of the last recorded unit, and the number of tokens up to its end.
         """
-        count = units = len(ids.data) // ID_BYTES // self.unit if self._restores else 0
-        for _, one, unit in each if units else ():
-            units = min(units, (one.head + one.span.pages) // unit if one.span.pages else 0)
+        units = len(ids.data) // ID_BYTES // self.unit if self.records else 0
+        for group, one in each if units else ():
+            shared = one.head + one.span.pages if one.span.pages else 0
+            units = min(units, shared // group.unit_pages)
         node, length = found.node, found.length
         if units * self.unit > length:
-            if units < count:
-                end = units * self.unit * ID_BYTES
-                ids = TokenIds.from_bytes(ids.data[:end], ids.namespace)
-            done = self.tree.insert(
-                ids,
-                lambda first, last: _Spans(
-                    [self._take(place, one, first, last) for place, (_, one, _) in enumerate(each)],
-                    last - first,
-                    unit_keys(ids, self.unit, first, last) if self.host.limit else (),
-                ),
-                found,
-            )
+
+            def take(first: int, last: int) -> _Spans:
+                """Returns the pages of these units, with references held for the tree."""
+                spans = []
+                for place, (group, one) in enumerate(each):
+                    unit = group.unit_pages
+                    if place in self._windows:
+                        spans.append(Span((), unit))  # `_fill` adds the pages
+                        continue
+                    spans.append(one.span.slice(first * unit, last * unit))
+                    group.reclaimer.shared.hold(spans[-1])
+                keys = unit_keys(ids, self.unit, first, last) if self.host.limit else ()
+                return _Spans(spans, last - first, keys)
+
+            done = self.tree.insert(ids, take, found, units * self.unit)
             node, length = done.node, done.length
-        if self._sliding and length:
+        if self._windows and length:
             node = self.tree.cut_at(node, length)
-            self._fill([one for _, one, _ in each], node)
+            self._fill(each, node)
         return node, length
 
-    def _fill(self, slots: Sequence[Slot], node: Node[_Spans]) -> None:
+    def _fill(self, each: Sequence[tuple[Sharing, Slot]], node: Node[_Spans]) -> None:
         """Fills in missing windows at the ends of a path's nodes, from pages that a request shares.
 
         Keeps a node's pages if they reach at least as far back as the request's.
         """
-        for place, first in self._firsts(slots[0]):
-            slot, unit, layout = slots[place], self.unit_pages[place], self._layouts[place]
-            shared = self._groups[place].reclaimer.shared
+        for place, first in self._firsts(each[0][1]):
+            group, slot = each[place]
+            unit, layout, reclaimer = group.unit_pages, group.layout, group.reclaimer
             for one in node.path():
                 end = one.end // self.unit * unit
                 begin = max(end - one.units * unit, layout.window_page(one.end), first)
                 if slot.shared < end or end - one.span.each[place].pages <= begin:
                     continue
                 span = slot.shared_part(begin, end)
-                each = list(one.span.each)
-                before, each[place] = each[place], Span(span.parts, unit)
-                shared.hold(span)
-                self.tree.replace(one, _Spans(each, one.units))  # keys are not used with windows
-                self._groups[place].reclaimer.unref(before)
-                self._groups[place].reclaimer.release_kept(before)
-
-    def _take(self, place: int, slot: Slot, first: int, last: int) -> Span:
-        """Returns a group's pages for units [first, last), with a reference held for the tree."""
-        unit = self.unit_pages[place]
-        if place in self._sliding:
-            return Span((), unit)  # `_fill` adds the pages of windows
-        span = slot.span.slice(first * unit, last * unit)
-        self._groups[place].reclaimer.shared.hold(span)
-        return span
-
-    def _path(self, place: int, node: Node[_Spans], pages: int) -> Span:
-        """Returns a group's first `pages` pages on the path to a node, as a single span."""
-        first, *others = node.path()
-        span = first.span.each[place]
-        for one in others:
-            span = span + one.span.each[place]
-        return span if span.pages == pages else span.slice(0, pages)
+                spans = list(one.span.each)
+                before, spans[place] = spans[place], Span(span.parts, unit)
+                reclaimer.shared.hold(span)
+                # Keys are not used with windows.
+                self._journal.change([[one, "span", _Spans(spans, one.units)]])
+                reclaimer.unref(before)
+                reclaimer.release_kept(before)
 
     # ---- pins of requests ------------------------------------------------------------------------
 
@@ -506,27 +441,21 @@ class PrefixCache:
 
     # ---- matching --------------------------------------------------------------------------------
 
-    def match(self, tokens: Any, leave: int, namespace: Hashable = None) -> PrefixMatch:
+    def match(self, ids: TokenIds, leave: int) -> PrefixMatch:
         """See `KVCache.match`."""
-        ids = TokenIds.of(tokens, namespace)
-        return self._match(ids, len(ids), leave)
-
-    def _match(self, ids: TokenIds, count: int, leave: int) -> PrefixMatch:
-        """Implements `match` for the first `count` ids."""
+        count = len(ids)
         self.leases.collect()
         left = operator.index(leave)
         if left < 0:
             raise invalid(f"leave is {left}; it must not be negative")
-        limit = max(0, min(count - left, self._groups[0].config.max_seq_len))
+        limit = max(0, min(count - left, self._layouts[0].max_rows))
         found = self.tree.match(ids, limit)  # marks even the part that is not matched as used
-        length, node = found.length, found.node
-        if self._sliding:
-            length = self._ends(found)
-        node = self.tree.cut_at(node, length)
+        length = self._ends(found) if self._windows else found.length
+        node = self.tree.cut_at(found.node, length)
         match = PrefixMatch(length, count, self.leases.add(node), self.leases)
         if self.host.limit:
-            match.ids, match.in_host = ids, limit - length
-            match.in_host = self.unit * len(self.in_host(match))
+            match.ids = ids
+            match.in_host = self.unit * len(self.host.find(ids, self.unit, length, limit))
         return match
 
     def in_host(self, match: PrefixMatch) -> list[Key]:
@@ -542,7 +471,7 @@ class PrefixCache:
         units, before = found.length // self.unit, -1
         while units != before:
             before = units
-            for place in self._sliding:
+            for place in self._windows:
                 units = self._end(place, found.parts, units)
         return units * self.unit
 
@@ -552,38 +481,30 @@ class PrefixCache:
         Returns 0 if there is none.
         """
         unit, layout = self.unit_pages[place], self._layouts[place]
-        runs: list[tuple[int, int]] = []  # the longest ranges of pages that are present
-        end = 0
+        found = low = end = 0  # pages [low, end) are present
         for spans, _ in parts:
-            low, end = end + spans.missing(place), end + spans.pages * unit
-            if runs and runs[-1][1] == low:
-                low = runs.pop()[0]
-            if low < end:
-                runs.append((low, end))
-        for low, high in reversed(runs):
-            last = min(units, high // unit)
+            if missing := spans.missing(place):
+                low = end + missing
+            end += spans.pages * unit
+            last = min(units, end // unit)
             if low <= layout.window_page(last * self.unit) < last * unit:
-                return last
-        return 0
+                found = last
+        return found
 
-    def wanted(
-        self, tokens: Any, leave: int, namespace: Hashable = None
-    ) -> tuple[PrefixMatch, int]:
+    def wanted(self, tokens: Any, leave: int, namespace: Hashable = None) -> PrefixMatch:
         """Matches and leases the recorded part of a prompt.
-
-        Returns the match and the prompt's length.
 
         Raises InvalidArgument for bad tokens or for more than `max_seq_len` of them, and
         PrefixEvicted if `tokens` is a match whose prefix was evicted.
         """
         if isinstance(tokens, PrefixMatch):
             self.renew(self.own(tokens))
-            return tokens, tokens.asked
+            return tokens
         ids = TokenIds.of(tokens, namespace)
-        length, longest = len(ids), self._groups[0].config.max_seq_len
-        if length > longest:
-            raise invalid(f"{length} tokens; max_seq_len is {longest}", limit=longest)
-        return self._match(ids, length, leave), length
+        longest = self._layouts[0].max_rows
+        if len(ids) > longest:
+            raise invalid(f"{len(ids)} tokens; max_seq_len is {longest}", limit=longest)
+        return self.match(ids, leave)
 
     def own(self, match: PrefixMatch) -> PrefixMatch:
         """Returns the match; raises InvalidArgument if it belongs to another cache."""
@@ -601,7 +522,12 @@ class PrefixCache:
         if match.length and not self.leases.has(match._lease):
             node = match._lease.node
             if node not in self.tree or node.end < match.length:
-                raise evicted(match.length)
+                raise PrefixEvicted(
+                    f"the match of {match.length} tokens has lost its lease and its prefix was "
+                    "evicted; match again",
+                    errno=errno.EBADF,
+                    op="KVCache",
+                )
             match._lease = self.leases.add(self.tree.cut_at(node, match.length))
 
     def hand_over(self, match: PrefixMatch, slot: Slot) -> None:
@@ -619,25 +545,20 @@ class PrefixCache:
         With a window, returns only those pages of the window that are recorded.
         """
         unit = self.unit_pages[place]
-        pages = length // self.unit * unit
-        if place not in self._sliding:
-            return self._path(place, node, pages)
-        first = self._layouts[place].window_page(length)
-        found, low = Span((), unit), node.end // self.unit * unit
+        first, low = self._layouts[place].window_page(length), node.end // self.unit * unit
+        found = None
         for one in reversed(node.path()):
-            found = one.span.each[place] + found
-            low -= one.span.each[place].pages
-            if low <= first or one.span.missing(place):
+            span = one.span.each[place]
+            found = span if found is None else span + found
+            low -= span.pages
+            if low <= first or span.pages < one.units * unit:
                 break
-        return found.slice(first - low, pages - low)
+        assert found is not None
+        return found.slice(first - low, length // self.unit * unit - low)
 
     def kept_pages(self, place: int, match: PrefixMatch) -> int:
         """Returns how many pages per tensor a request saves by beginning with the match."""
-        if not match.length:
-            return 0
-        if place in self._sliding:  # pages before the window stay unmapped
-            return match.length // self.unit * self.unit_pages[place]
-        return self.span(place, match).pages
+        return match.length // self.unit * self.unit_pages[place]
 
     # ---- evicting -------------------------------------------------------------------------------
 
@@ -653,14 +574,12 @@ class PrefixCache:
             are complete.
         """
         self.leases.collect()
-        if not self._restores:
+        if not self.records:
             return 0
-        column = self._columns[place]
-        unit = sum(map(operator.mul, self.unit_pages, self._columns))
-        back = 0
+        back, column = 0, self._columns[place]
         while back < pages * column:
             missing = pages * column - back
-            more = self.evict_units(-(-missing // unit), whole=bool(self._sliding))
+            more = self.evict_units(-(-missing // self.host.cell))
             if more is None and not self._unpin_all():
                 break
             back += more or 0
@@ -680,7 +599,7 @@ class PrefixCache:
         if forget:
             self.host.clear()
 
-    def evict_units(self, units: int, *, whole: bool = False, store: bool = True) -> int | None:
+    def evict_units(self, units: int, *, store: bool = True) -> int | None:
         """Evicts up to `units` unpinned units.
 
         The tree drops its references to all of their pages before the first call into the context,
@@ -692,14 +611,14 @@ class PrefixCache:
             The number of bytes freed, now or once batches in flight are complete; None if nothing
             could be evicted.
         """
-        back, found = 0, self.tree.evict(units, whole=whole)
+        back, found = 0, self.tree.evict(units, whole=bool(self._windows))
         reclaimers = [group.reclaimer for group in self._groups]
         each = [[one.each[place] for one in found] for place in range(len(reclaimers))]
         for reclaimer, spans, column in zip(reclaimers, each, self._columns, strict=True):
             back += sum(map(reclaimer.shared.idle, spans)) * column
             reclaimer.count_evicted(spans)
         if store:
-            self.host.store([(one.each, one.keys) for one in found])
+            self.host.store((one.each, one.keys) for one in found)
         for reclaimer, spans in zip(reclaimers, each, strict=True):
             reclaimer.release_kept(*spans)
             reclaimer.drop_unheld()
@@ -707,13 +626,10 @@ class PrefixCache:
 
     def _unpin_all(self) -> bool:
         """Removes every slot's pins. Returns False, changing nothing, if no page would be freed."""
-        kept = self.leases.kept()
-        for place in range(len(self._groups)):
-            if self._kept_pages(place, self.tree) > self._kept_pages(place, kept):
-                break  # some pages are recorded but neither used nor leased
-        else:
-            return False
-        holders = [slot for slot in self._table if slot.pins]
+        kept, places = self.leases.kept(), range(len(self._groups))
+        if not any(self._kept_pages(at, self.tree) > self._kept_pages(at, kept) for at in places):
+            return False  # all recorded pages are used or leased
+        holders = [slot for slot in self._groups[0].table if slot.pins]
         for slot in holders:
             self._journal.change(self.slot_pin_edits(slot, []))
         return bool(holders)
@@ -737,25 +653,22 @@ class PrefixCache:
 
     def pages(self, place: int) -> int:
         """Returns how many of a group's pages per tensor are recorded."""
-        if place in self._sliding:
+        if place in self._windows:
             return sum(span.pages for span in self.spans(place))
         return self.tree.tokens // self.unit * self.unit_pages[place]
 
     def check(self) -> list[str]:
         """Returns a description of each inconsistency in the tree, its pins and its spans."""
         found = self.tree.check()
-        wanted: dict[Node[_Spans], int] = {}
-        for slot in self._table:
-            for node in slot.pins:
-                wanted[node] = wanted.get(node, 0) + 1
-        for node in self.leases.nodes():
-            wanted[node] = wanted.get(node, 0) + 1
+        wanted = Counter(self.leases.nodes())
+        for slot in self._groups[0].table:
+            wanted.update(slot.pins)
         for node in self.tree:
             if node.pins != wanted.pop(node, 0):
                 found.append(f"{node!r} has {node.pins} pins, which differs from slots and leases")
             for place, span in enumerate(node.span.each):
                 missing = node.span.missing(place)
-                if missing < 0 or (missing and place not in self._sliding):
+                if missing < 0 or (missing and place not in self._windows):
                     found.append(f"{node!r} has a span of {span.pages} pages")
             if node.span.pages != node.units:
                 found.append(f"{node!r} has spans of {node.span.pages} units")

@@ -24,7 +24,6 @@ does not manage memory and makes no driver calls. Not thread-safe: the caller mu
 
 from __future__ import annotations
 
-import operator
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -32,21 +31,9 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from pyvmem import _native
-from pyvmem.kvcache.checks import invalid
+from pyvmem.kvcache.checks import bounded, invalid
 
-__all__ = [
-    "Change",
-    "ID_BYTES",
-    "Inserted",
-    "MAX_ID",
-    "Match",
-    "Node",
-    "PrefixTree",
-    "S",
-    "Span",
-    "TokenIds",
-    "walk",
-]
+__all__ = ["Change", "ID_BYTES", "Inserted", "MAX_ID", "Match", "Node", "PrefixTree", "TokenIds"]
 
 ID_BYTES = 4
 MAX_ID = (1 << 32) - 1
@@ -169,8 +156,7 @@ def _encode_numpy(tokens: Any) -> bytes:
         for bound in (int(tokens.min()), int(tokens.max())):
             if not 0 <= bound <= MAX_ID:
                 raise _out_of_range(bound)
-    out: bytes = tokens.astype("=u4", copy=False).tobytes()
-    return out
+    return bytes(tokens.astype("=u4", copy=False).tobytes())
 
 
 def _wrong(tokens: Sequence[Any]) -> Exception:
@@ -215,7 +201,6 @@ class Span(Protocol):
     @property
     def pages(self) -> int:
         """The number of pages in the span; must not change while the span is in the tree."""
-        ...
 
     def split(self: S, units: int) -> tuple[S, S]:
         """Splits off the first `units` units; neither of the two spans returned is empty.
@@ -223,7 +208,6 @@ class Span(Protocol):
         Together they hold the pages of the original, which is not used afterwards. Must not fail,
         or `PrefixTree.evict` would lose spans already evicted.
         """
-        ...
 
 
 S = TypeVar("S", bound=Span)
@@ -241,20 +225,12 @@ class Node(Generic[S]):
         span: the caller's payload. Raises InvalidArgument for a root, which has none.
     """
 
-    __slots__ = (
-        *("_children", "_run"),
-        *("end", "namespace", "parent", "pins", "span", "units"),
-    )
+    __slots__ = ("_children", "_run", "end", "namespace", "parent", "pins", "span", "units")
 
     span: S
 
     def __init__(
-        self,
-        parent: Node[S] | None,
-        run: bytes,
-        units: int,
-        end: int,
-        namespace: Hashable = None,
+        self, parent: Node[S] | None, run: bytes, units: int, end: int, namespace: Hashable = None
     ) -> None:
         self.parent = parent
         self.namespace: Hashable = namespace if parent is None else parent.namespace
@@ -274,11 +250,6 @@ class Node(Generic[S]):
         """True if no recorded prefix continues from this node."""
         return not self._children
 
-    @property
-    def children(self) -> list[Node[S]]:
-        """The runs that continue this one, in the order in which they were recorded."""
-        return list(self._children.values())
-
     def path(self) -> list[Node[S]]:
         """Returns the nodes on the path to this node, without the root."""
         nodes = []
@@ -291,14 +262,6 @@ class Node(Generic[S]):
     def tokens(self) -> TokenIds:
         """Returns the prefix from its start to `end`."""
         return TokenIds.from_bytes(b"".join(node._run for node in self.path()), self.namespace)
-
-    def below(self) -> Iterator[Node[S]]:
-        """Yields this node and all nodes below it, parents before children."""
-        waiting: list[Node[S]] = [self]
-        while waiting:
-            node = waiting.pop()
-            yield node
-            waiting.extend(reversed(node._children.values()))
 
     def __repr__(self) -> str:
         return f"<Node: {self.units} units, to token {self.end}, {len(self._children)} children>"
@@ -333,39 +296,6 @@ class Inserted(Generic[S]):
     node: Node[S]
     length: int
     start: int
-
-
-def walk(
-    root: Node[S], data: bytes, end: int, width: int
-) -> tuple[Node[S], list[tuple[S, int]], int]:
-    """Walks down the tree as far as it matches `data`.
-
-    Args:
-        root: the node to begin at.
-        data: ids as bytes.
-        end: number of bytes of `data` to compare, a multiple of `width`.
-        width: bytes per unit.
-
-    Returns:
-        The last node; the spans on the path, each with the number of its units that match; the
-        number of matching bytes.
-    """
-    node, at = root, 0
-    parts: list[tuple[S, int]] = []
-    while at < end:
-        child = node._children.get(data[at : at + width])
-        if child is None:
-            break
-        node = child
-        if data.startswith(child._run, at, end):
-            parts.append((child.span, child.units))
-            at += len(child._run)
-            continue
-        units = _common(data, at, end, child._run, width)
-        parts.append((child.span, units))
-        at += units * width
-        break
-    return node, parts, at
 
 
 def _common(data: bytes, at: int, end: int, run: bytes, width: int) -> int:
@@ -415,14 +345,7 @@ class PrefixTree(Generic[S]):
     """
 
     def __init__(self, unit: int, change: Callable[[list[list[Any]]], None] | None = None) -> None:
-        try:
-            self.unit = operator.index(unit)
-        except TypeError:
-            raise invalid(f"unit must be a whole number, not {unit!r}") from None
-        if not 1 <= self.unit <= _MAX_UNIT:
-            raise invalid(
-                f"unit is {unit}; it must be between 1 and {_MAX_UNIT} tokens", limit=_MAX_UNIT
-            )
+        self.unit = bounded("unit", unit, 1, _MAX_UNIT)
         self._width = self.unit * ID_BYTES
         self._change = change or _change
         self._order: OrderedDict[Node[S], None] = OrderedDict()  # least recently used first
@@ -448,16 +371,33 @@ class PrefixTree(Generic[S]):
         Raises:
             InvalidArgument: bad tokens, or a negative `limit`.
         """
-        ids, end = self._whole(tokens, limit)
-        root = self.roots.get((ids.namespace,))
-        if root is None:
-            root, end = self.root, 0  # nothing is recorded in this namespace
-        node, parts, at = walk(root, ids.data, end, self._width)
-        self.touch(node)
+        found = self._find(*self._whole(tokens, limit))
+        self.touch(found.node)
+        return found
+
+    def _find(self, ids: TokenIds, end: int) -> Match[S]:
+        """Finds the longest recorded prefix of the first `end` bytes of `ids`."""
+        data, width, at = ids.data, self._width, 0
+        node = self.roots.get((ids.namespace,))
+        if node is None:
+            node, end = self.root, 0  # nothing is recorded in this namespace
+        parts: list[tuple[S, int]] = []
+        while at < end and (child := node._children.get(data[at : at + width])) is not None:
+            node, run, units = child, child._run, child.units
+            if not data.startswith(run, at, end):
+                units = _common(data, at, end, run, width)
+            parts.append((node.span, units))
+            at += units * width
+            if units < node.units:
+                break
         return Match(at // ID_BYTES, parts, node)
 
     def insert(
-        self, tokens: Any, make: Callable[[int, int], S], found: Match[S] | None = None
+        self,
+        tokens: Any,
+        make: Callable[[int, int], S],
+        found: Match[S] | None = None,
+        limit: int | None = None,
     ) -> Inserted[S]:
         """Records a prefix and marks it as used.
 
@@ -467,29 +407,36 @@ class PrefixTree(Generic[S]):
                 their span, which the tree then owns.
             found: the result of `match` for the same tokens, if nothing was recorded or evicted
                 since.
+            limit: maximum number of tokens to record.
 
         Raises:
-            InvalidArgument: bad tokens.
+            InvalidArgument: bad tokens, or a negative `limit`.
             Any exception raised by `make`; the tree is then unchanged.
         """
-        ids, end = self._whole(tokens, None)
-        root = self.roots.get((ids.namespace,))
-        if root is None:
-            root = self.root if not end else Node(None, b"", 0, 0, ids.namespace)
-        if found is None or not found.length:
-            node, parts, at = walk(root, ids.data, end, self._width)
-        else:
-            node, parts, at = found.node, found.parts, found.length * ID_BYTES
+        ids, end = self._whole(tokens, limit)
+        if found is None:
+            found = self._find(ids, end)
+        node, parts, at = found.node, found.parts, found.length * ID_BYTES
         if at < end:
-            span = make(at // self._width, end // self._width)
+            first, last = at // self._width, end // self._width
+            span = make(first, last)
             edits: list[list[Any]] = []
-            if parts and parts[-1][1] < node.units:
+            if not parts:
+                key = (ids.namespace,)
+                node = self.roots.get(key) or Node(None, b"", 0, 0, ids.namespace)
+                edits.append([self.roots, key, node])
+            elif parts[-1][1] < node.units:
                 node = self._split(node, parts[-1][1], edits)
-            node = self._link(node, ids.data[at:end], end // ID_BYTES, span, edits)
-            edits.append([self.roots, (ids.namespace,), root])
-            if self.changes is not None:
-                whole = TokenIds.from_bytes(ids.data[:end], ids.namespace)
-                edits.append(self._note(True, whole, at // self._width))
+            parent, run = node, ids.data[at:end]
+            node = Node(parent, run, last - first, end // ID_BYTES)
+            node.span = span
+            edits += (
+                [parent._children, run[: self._width], node],
+                [self._order, node, None],
+                [self, "tokens", self.tokens + node.units * self.unit],
+                [self, "pages", self.pages + span.pages],
+            )
+            self._note(True, node, 0, edits)
             self._change(edits)
         self.touch(node)
         return Inserted(node, end // ID_BYTES, at // ID_BYTES)
@@ -549,10 +496,6 @@ class PrefixTree(Generic[S]):
 
     # ---- evicting -------------------------------------------------------------------------------
 
-    def replace(self, node: Node[S], span: S) -> None:
-        """Replaces a node's span with one of the same size; the caller then owns the old span."""
-        self._change([[node, "span", span]])
-
     def evict(self, pages: int, *, whole: bool = False) -> list[S]:
         """Evicts leaves, least recently used first, until `pages` pages have left the tree.
 
@@ -587,29 +530,57 @@ class PrefixTree(Generic[S]):
 
     def __iter__(self) -> Iterator[Node[S]]:
         """Yields all nodes except the roots, parents before children."""
-        for root in list(self.roots.values()):
-            nodes = root.below()
-            next(nodes)
-            yield from nodes
+        waiting = list(reversed(self.roots.values()))
+        while waiting:
+            node = waiting.pop()
+            if node.parent is not None:
+                yield node
+            waiting.extend(reversed(node._children.values()))
 
     def check(self) -> list[str]:
         """Returns a description of each violated invariant of the tree. Visits all nodes."""
-        return _check(self)
+        found: list[str] = []
+        nodes = list(self)
+        for node in nodes:
+            found += [f"{node!r}: {text}" for text in self._check(node)]
+        for name, value in (
+            ("tokens", sum(node.units for node in nodes) * self.unit),
+            ("pages", sum(node.span.pages for node in nodes)),
+        ):
+            if getattr(self, name) != value:
+                found.append(f"{name} is {getattr(self, name)}; the nodes have {value}")
+        if self._order.keys() != set(nodes):
+            found.append(f"the order of use has {len(self)} nodes, the tree {len(nodes)}")
+        for (namespace,), root in self.roots.items():
+            of = "" if namespace is None else f" of {namespace!r:.40}"
+            if root.namespace != namespace or root.parent is not None:
+                found.append(f"the root{of} is not the root of its namespace")
+            if root is not self.root and root.is_leaf:
+                found.append(f"the root{of} has no prefix")
+        return found
 
     # ---- inside ----------------------------------------------------------------------------------
 
-    def _note_gone(self, node: Node[S], stay: int, edits: list[list[Any]]) -> None:
-        """Appends an edit that records in `changes` that a leaf loses all but `stay` units."""
-        if self.changes is not None:
-            first = node.end // self.unit - node.units + stay
-            edits.append(self._note(False, node.tokens(), first))
+    def _check(self, node: Node[S]) -> Iterator[str]:
+        """Yields a description of each violated invariant of a node."""
+        parent, width = node.parent, self._width
+        assert parent is not None  # nodes are reached through their parents
+        if node.units < 1 or len(node._run) != node.units * width:
+            yield f"{len(node._run)} bytes of tokens are not {node.units} units, or none"
+        if parent._children.get(node._run[:width]) is not node:
+            yield "its parent lists it under another unit"
+        if node.end != parent.end + node.units * self.unit:
+            yield f"its parent ends at token {parent.end}"
+        if node.namespace != parent.namespace:
+            yield f"its namespace is {node.namespace!r:.40}, its parent's differs"
 
-    def _note(self, stored: bool, ids: TokenIds, first: int) -> list[Any]:
-        """Returns the edit that appends to `changes`."""
+    def _note(self, stored: bool, node: Node[S], skip: int, edits: list[list[Any]]) -> None:
+        """Appends an edit that adds a leaf's units after the first `skip` to `changes`."""
         changes = self.changes
-        assert changes is not None
-        change = Change(stored, ids, first, self.dropped + len(changes))
-        return [changes, slice(len(changes), None), [change]]
+        if changes is not None:
+            first = node.end // self.unit - node.units + skip
+            change = Change(stored, node.tokens(), first, self.dropped + len(changes))
+            edits.append([changes, slice(len(changes), None), [change]])
 
     def changes_after(self, number: int) -> list[Change]:
         """Returns the changes after `number` and drops the earlier ones.
@@ -630,10 +601,9 @@ class PrefixTree(Generic[S]):
     def _whole(self, tokens: Any, limit: int | None) -> tuple[TokenIds, int]:
         """Returns the ids, and the end of their last full unit, in bytes."""
         ids = tokens if isinstance(tokens, TokenIds) else TokenIds(tokens)
-        data = ids.data
         if limit is not None and limit < 0:
             raise invalid(f"limit is {limit}; it must not be negative")
-        end = len(data) if limit is None else min(len(data), limit * ID_BYTES)
+        end = len(ids.data) if limit is None else min(len(ids.data), limit * ID_BYTES)
         return ids, end // self._width * self._width
 
     def _split(self, node: Node[S], units: int, edits: list[list[Any]]) -> Node[S]:
@@ -659,20 +629,6 @@ class PrefixTree(Generic[S]):
         )
         return upper
 
-    def _link(
-        self, parent: Node[S], run: bytes, end: int, span: S, edits: list[list[Any]]
-    ) -> Node[S]:
-        """Appends edits that add a leaf, and returns it; the caller must `touch` it."""
-        node: Node[S] = Node(parent, run, len(run) // self._width, end)
-        node.span = span
-        edits += (
-            [parent._children, run[: self._width], node],
-            [self._order, node, None],
-            [self, "tokens", self.tokens + node.units * self.unit],
-            [self, "pages", self.pages + span.pages],
-        )
-        return node
-
     def _unlink(self, node: Node[S]) -> S:
         """Removes a node that has no children and no pins; returns its span."""
         parent = node.parent
@@ -684,7 +640,7 @@ class PrefixTree(Generic[S]):
             [self, "tokens", self.tokens - node.units * self.unit],
             [self, "pages", self.pages - node.span.pages],
         ]
-        self._note_gone(node, 0, edits)
+        self._note(False, node, 0, edits)
         if len(parent._children) == 1 and parent.parent is None and parent is not self.root:
             edits.append([self.roots, (parent.namespace,), ...])
         self._change(edits)
@@ -706,7 +662,7 @@ class PrefixTree(Generic[S]):
             [self, "tokens", self.tokens - gone],
             [self, "pages", self.pages - right.pages],
         ]
-        self._note_gone(leaf, stay, edits)
+        self._note(False, leaf, stay, edits)
         self._change(edits)
         return right
 
@@ -714,41 +670,3 @@ class PrefixTree(Generic[S]):
         """Raises InvalidArgument for a root, an evicted node, or a node of another tree."""
         if node not in self:
             raise invalid(f"the prefix of {node.end} tokens is not in this tree, or was evicted")
-
-
-def _check(tree: PrefixTree[S]) -> list[str]:
-    """Implements `PrefixTree.check`."""
-    found: list[str] = []
-    nodes = list(tree)
-    for node in nodes:
-        found += [f"{node!r}: {text}" for text in _node(tree, node)]
-    for name, value in (
-        ("tokens", sum(node.units for node in nodes) * tree.unit),
-        ("pages", sum(node.span.pages for node in nodes)),
-    ):
-        if getattr(tree, name) != value:
-            found.append(f"{name} is {getattr(tree, name)}; the nodes have {value}")
-    if tree._order.keys() != set(nodes):
-        found.append(f"the order of use has {len(tree)} nodes, the tree {len(nodes)}")
-    for (namespace,), root in tree.roots.items():
-        of = "" if namespace is None else f" of {namespace!r:.40}"
-        if root.namespace != namespace or root.parent is not None:
-            found.append(f"the root{of} is not the root of its namespace")
-        if root is not tree.root and root.is_leaf:
-            found.append(f"the root{of} has no prefix")
-    return found
-
-
-def _node(tree: PrefixTree[S], node: Node[S]) -> list[str]:
-    found = []
-    parent, width = node.parent, tree.unit * ID_BYTES
-    assert parent is not None  # nodes are reached through their parents
-    if node.units < 1 or len(node._run) != node.units * width:
-        found.append(f"{len(node._run)} bytes of tokens are not {node.units} units, or none")
-    if parent._children.get(node._run[:width]) is not node:
-        found.append("its parent lists it under another unit")
-    if node.end != parent.end + node.units * tree.unit:
-        found.append(f"its parent ends at token {parent.end}")
-    if node.namespace != parent.namespace:
-        found.append(f"its namespace is {node.namespace!r:.40}, its parent's differs")
-    return found

@@ -4,46 +4,38 @@
 from __future__ import annotations
 
 import errno
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
-from pyvmem.errors import (
-    DriverError,
-    NotRecoverable,
-    OutOfMemory,
-    TooManyBatches,
-    TooManyMappings,
-)
-from pyvmem.kvcache.config import KVCacheConfig
+from pyvmem.errors import DriverError, NotRecoverable, OutOfMemory, TooManyBatches, TooManyMappings
+from pyvmem.features import Feature
 from pyvmem.kvcache.events import order_after, prune
 from pyvmem.kvcache.growth import Pager
-from pyvmem.kvcache.pages import DEVICE, Block, Part, Span, Tier
+from pyvmem.kvcache.mapper import Scratch
+from pyvmem.kvcache.pages import DEVICE, Block, Part, Span
 from pyvmem.kvcache.slots import Slot
+from pyvmem.memory.info import ContextInfo
 from pyvmem.memory.ops import OpBatch
+from pyvmem.memory.streams import Work
 
-if TYPE_CHECKING:
-    from pyvmem.features import Feature
-    from pyvmem.memory.info import ContextInfo
-    from pyvmem.memory.pages import Pages
-    from pyvmem.memory.streams import Work
-
-__all__ = ["Held", "Sharing"]
-
-Held: TypeAlias = "tuple[Pages, int, int, Tier]"
-"""A handle to pages [low, high) of a slot, all in the same tier."""
+__all__ = ["Sharing"]
 
 
 class Sharing:
-    """Maps pages in several slots, read-only in each: a write to them faults."""
+    """Maps pages in several slots, read-only in each: a write to them faults.
 
-    def __init__(self, pager: Pager, config: KVCacheConfig) -> None:
+    Attributes:
+        unit_pages: number of pages per tensor in a sharing unit of the cache.
+    """
+
+    def __init__(self, pager: Pager, scratch: Scratch, unit_pages: int) -> None:
         self.pager = pager
-        self.mover = pager.mover
+        self.scratch = scratch
         self.reclaimer = pager.reclaimer
         self.mapper = pager.mapper
         self.table = pager.reclaimer.table
         self.layout = pager.layout
-        self.device = pager.mover.device
-        self.config = config
+        self.unit_pages = unit_pages
         self._allowed: dict[Feature, ContextInfo] = {}  # the context's info at the last check
 
     def require(self, feature: Feature, what: str) -> None:
@@ -58,86 +50,61 @@ class Sharing:
 
     # ---- making a slot's pages shared ------------------------------------------------------------
 
-    def share(self, slot: Slot, pages: int, unit_pages: int) -> None:
+    def gather(
+        self, slot: Slot, low: int, high: int, events: Sequence[Any] = (), *, holders: int = 1
+    ) -> tuple[Part, ...]:
+        """Returns a new block for each stretch of pages [low, high) of a slot in the same tier.
+
+        For `events` and `holders`, see `Block`. The blocks' handles are released when the current
+        call ends, unless edits of `SharedPages.use_edits` record them.
+        """
+        layout, size, tier_map, found = self.layout, self.layout.page_size, slot.tier_map, []
+        stretches = tier_map.stretches(low, high) if tier_map.noted else ((low, high, DEVICE),)
+        for first, last, tier in stretches if low < high else ():
+            pages = last - first
+            handle = self.mapper.gather(
+                slot.addr + first * size, pages * size, layout.num_tensors, layout.tensor_bytes
+            )
+            block = Block(handle, pages, list(events), tier, holders=holders)
+            found.append(Part(block, 0, pages))
+        return tuple(found)
+
+    def share(self, slot: Slot, pages: int) -> None:
         """Turns a running request's pages below page `pages` into shared pages.
 
         Remaps them read-only in place.
 
-        No GPU work may touch the slot, and no batch may be in flight on it. For `unit_pages`, see
-        `Span`.
+        No GPU work may touch the slot, and no batch may be in flight on it.
 
         Raises:
             NotRecoverable: the pages could be mapped neither read-only nor as before; the request
                 has lost its rows. VMemError: nothing has changed.
         """
-        low = slot.shared
-        if pages <= low:
+        if pages <= slot.shared:
             return
-        pieces = self.handles(slot, low, pages)
-        ops = OpBatch(len(pieces))
-        self.map_pieces(ops, slot, pieces, replace=True)
+        own = self.gather(slot, slot.shared, pages)
+        ops = OpBatch(len(own))
+        self.map_parts(ops, slot, own, slot.shared, replace=True)
         try:
-            self.mapper.commit(self._adopt_edits(slot, pieces, [], unit_pages), ops)
+            self.mapper.commit(self.adopt_edits(slot, own), ops)
         except NotRecoverable as error:
             raise self.table.lose(slot, error) from error
 
-    def adopt(self, slot: Slot, pieces: list[Held], events: list[Any], unit_pages: int) -> None:
-        """Records that a request's pages, past those it already shares, are now shared.
+    def adopt_edits(self, slot: Slot, own: tuple[Part, ...]) -> list[list[Any]]:
+        """Returns the edits that make `own`, the pages past those that the slot shares, shared.
 
-        Used when the request is about to be freed, since its own mapping then need not become
-        read-only. Other requests that map the pages wait for `events`, the GPU work that writes
-        them.
+        They suffice if the request is about to be freed, since its own mapping then need not become
+        read-only. Other requests that map the pages wait for the events of `own` (`gather`).
         """
-        self.mapper.journal.change(self._adopt_edits(slot, pieces, events, unit_pages))
-
-    def _adopt_edits(
-        self, slot: Slot, pieces: list[Held], events: list[Any], unit_pages: int
-    ) -> list[list[Any]]:
-        """Returns the edits for `adopt`."""
-        parts, new, large_end = list(slot.span.parts), [], slot.large_end
-        for handle, low, high, tier in pieces:
-            new.append(Block(handle, high - low, list(events), tier))
-            parts.append(Part(new[-1], 0, high - low))
-            # Remapping in fewer calls may have created large entries.
-            large_end = slot.large_end_with(low, high, large_end)
+        span, low = Span(slot.span.parts + own, self.unit_pages), slot.head + slot.span.pages
+        # Remapping in fewer calls may have created large entries.
+        large_end = slot.large_end_with(low, slot.head + span.pages, slot.large_end)
         return [
-            [slot, "span", Span(tuple(parts), unit_pages)],
+            [slot, "span", span],
             [slot, "large_end", large_end],
             [self.reclaimer, "own_off_device", None],
-            *self.reclaimer.shared.use_edits({}, new=new),
+            *self.reclaimer.shared.use_edits({}, new=own),
         ]
-
-    def handles(self, slot: Slot, low: int, high: int) -> list[Held]:
-        """Returns handles to pages [low, high) of a slot, one per stretch of the same tier."""
-        layout, tier_map, found = self.layout, slot.tier_map, []
-        stretches = tier_map.stretches(low, high) if tier_map.noted else ((low, high, DEVICE),)
-        for first, last, tier in stretches if low < high else ():
-            handle = self.mapper.gather(
-                slot.addr + first * layout.page_size,
-                (last - first) * layout.page_size,
-                layout.num_tensors,
-                layout.tensor_bytes,
-            )
-            found.append((handle, first, last, tier))
-        return found
-
-    def map_pieces(
-        self, ops: OpBatch, slot: Slot, pieces: list[Held], *, replace: bool = False
-    ) -> None:
-        """Adds operations to `ops` that map `pieces` read-only at their page numbers in a slot."""
-        layout = self.layout
-        for handle, low, high, _ in pieces:
-            ops.map(
-                slot.addr + low * layout.page_size,
-                (high - low) * layout.page_size,
-                handle,
-                0,
-                layout.num_tensors,
-                layout.tensor_bytes,
-                True,
-                replace=replace,
-                split=replace,
-            )
 
     # ---- mapping shared pages in more slots ------------------------------------------------------
 
@@ -166,25 +133,25 @@ class Sharing:
         short = isinstance(error, (OutOfMemory, TooManyBatches, TooManyMappings))
         return short and not self.table.lockstep
 
-    def map_span(
-        self, ops: OpBatch, slot: Slot, span: Span, page: int = 0, *, replace: bool = False
+    def map_parts(
+        self, ops: OpBatch, slot: Slot, parts: Sequence[Part], page: int, *, replace: bool = False
     ) -> None:
-        """Adds operations to `ops` that map a span read-only in a slot, from `page` on.
+        """Adds operations to `ops` that map shared pages read-only in a slot, from `page` on.
 
         `replace` is True if the same pages are already mapped there.
         """
-        size = self.layout.page_size
-        self.map_at(ops, slot.addr + page * size, self.layout.tensor_bytes, span, replace=replace)
+        address, stride = slot.addr + page * self.layout.page_size, self.layout.tensor_bytes
+        self.map_at(ops, address, stride, parts, replace=replace)
 
     def map_at(
-        self, ops: OpBatch, address: int, stride: int, span: Span, *, replace: bool = False
+        self, ops: OpBatch, address: int, stride: int, parts: Sequence[Part], replace: bool = False
     ) -> None:
-        """Like `map_span`, but at any address.
+        """Like `map_parts`, but at any address.
 
         `stride` is the distance between tensors in bytes.
         """
         size, tensors = self.layout.page_size, self.layout.num_tensors
-        for block, low, high in span.parts:
+        for block, low, high in parts:
             ops.map(
                 address, (high - low) * size, block.handle, low * size, tensors, stride, True,
                 replace=replace, split=replace,
@@ -192,12 +159,12 @@ class Sharing:
             )  # fmt: skip
             address += (high - low) * size
 
-    def begins(self, slot: Slot, span: Span, head: int) -> bool:
+    def begins(self, slot: Slot, span: Span, length: int) -> bool:
         """Returns whether a kept slot without a batch in flight begins with pages of a span.
 
-        The span must begin at page `head` of the slot.
+        The span has the pages of a prefix of `length` tokens that are in the window, or all.
         """
-        own = slot.span
+        own, head = slot.span, self.layout.window_page(length)
         return (
             slot.kept
             and slot.job is None
@@ -205,7 +172,7 @@ class Sharing:
             and not slot.rows_lost
             and slot.head == head
             and 0 < own.pages == slot.mapped - head <= span.pages
-            and (own.parts == span.parts or span.slice(0, own.pages).parts == own.parts)
+            and span.slice(0, own.pages).parts == own.parts
         )
 
     def order_after_writers(self, span: Span, reader: Work) -> None:
@@ -215,4 +182,4 @@ class Sharing:
                 # This need not be an edit, since pruning stays valid if the call fails.
                 block.events = prune(block.events)
                 for event in block.events:
-                    order_after(event, reader, self.device)
+                    order_after(event, reader, self.pager.mover.device)

@@ -39,17 +39,13 @@ class SwappedRequest(Closable):
     """
 
     def __init__(
-        self,
-        groups: Sequence[Group],
-        seq_len: int,
-        rows: Sequence[memoryview],
-        heads: Sequence[int],
+        self, groups: Sequence[Group], seq_len: int, rows: list[memoryview], heads: list[int]
     ) -> None:
         self.seq_len = seq_len
         self.nbytes = sum(one.nbytes for one in rows)
         self._groups = tuple(groups)
-        self._heads = tuple(heads)  # for each group, how many pages had left the window
-        self._rows: Sequence[memoryview] | None = rows
+        self._heads = heads  # for each group, how many pages had left the window
+        self._rows: list[memoryview] | None = rows
 
     @property
     def is_open(self) -> bool:
@@ -94,8 +90,7 @@ def _pieces(group: Group, slot: Slot, head: int, length: int) -> tuple[int, list
 
 def swap_out(groups: Sequence[Group], reqid: int, work: PriorWork) -> SwappedRequest:
     """Implements `KVCache.swap_out`, in all groups or none."""
-    for group in groups:
-        group.sharing.require(SWAP, "swap_out")
+    groups[0].sharing.require(SWAP, "swap_out")
     slots = [group.slot(reqid) for group in groups]
     length = groups[0].rows[slots[0].index]
     for group, slot in zip(groups, slots, strict=True):
@@ -103,18 +98,15 @@ def swap_out(groups: Sequence[Group], reqid: int, work: PriorWork) -> SwappedReq
     heads = [slot.head for slot in slots]
     if any(heads):
         _check_return(groups, slots, length)
-    pieces = [
-        _pieces(group, slot, head, length)
-        for group, slot, head in zip(groups, slots, heads, strict=True)
-    ]
-    rows = [
-        _host_memory(size * group.layout.num_tensors, group.device)
-        for group, (size, _) in zip(groups, pieces, strict=True)
-    ]
+    copies = []
+    for group, slot in zip(groups, slots, strict=True):
+        size, addresses = _pieces(group, slot, slot.head, length)
+        rows = _host_memory(size * len(addresses), group.device)
+        copies.append((group.mapper, size, addresses, rows))
     work.wait()
-    for group, (size, addresses), held in zip(groups, pieces, rows, strict=True):
-        group.mapper.copy(size, addresses, [held], out=True)
-    swapped = SwappedRequest(groups, length, rows, heads)
+    for mapper, size, addresses, rows in copies:
+        mapper.copy(size, addresses, [rows], out=True)
+    swapped = SwappedRequest(groups, length, [rows for *_, rows in copies], heads)
     release(groups, slots, None)  # None: the GPU work is complete
     groups[0].journal.on_abort(partial(bring_back, groups, swapped, slots[0].index))
     for group in groups:
@@ -130,11 +122,8 @@ def _check_return(groups: Sequence[Group], slots: Sequence[Slot], length: int) -
     needed = held = 0  # held: pages that only this request uses, so swapping it out frees them
     for group, slot in zip(groups, slots, strict=True):
         tensors = group.layout.num_tensors
-        own = (
-            slot.granted
-            - slot.shared
-            - sum(slot.tier_map.off_device(slot.shared, slot.granted).values())
-        )
+        away = sum(slot.tier_map.off_device(slot.shared, slot.granted).values())
+        own = slot.granted - slot.shared - away
         needed += group.layout.pages_for(length) * tensors
         held += (own + group.reclaimer.shared.idle(slot.span, users=1)) * tensors
     if not can_reclaim_for([(groups[0].pager, needed - held)], {}):
@@ -152,8 +141,7 @@ def _check_return(groups: Sequence[Group], slots: Sequence[Slot], length: int) -
 
 def bring_back(groups: Sequence[Group], swapped: SwappedRequest, reqid: int) -> None:
     """Undoes a `swap_out` whose caller never got the result. Idempotent."""
-    slot = groups[0].table[reqid]
-    if swapped.is_open and not slot.active:
+    if swapped.is_open and not groups[0].table[reqid].active:
         swap_in(groups, swapped, None, into=reqid)
 
 
@@ -181,35 +169,31 @@ def swap_in(
     if found is None:
         return None
     slots = [group.table[found.index] for group in groups]
-    for group, slot in zip(groups, slots, strict=True):
+    each = list(zip(groups, slots, swapped._heads, swapped._rows, strict=True))
+    for group, slot, *_ in each:
         group.pager.release(slot)
-    for group, slot in zip(groups, slots, strict=True):
+    for group, slot, *_ in each:
         group.take(slot)
-
-    def give_back() -> None:
-        for group, slot in zip(groups, slots, strict=True):
-            group.release(slot, None)
 
     try:
         want = [
             (group.pager, [(slot, group.layout.pages_for(length))] if length else [])
-            for group, slot in zip(groups, slots, strict=True)
+            for group, slot, *_ in each
         ]
         if not grow(want, background=False):
-            give_back()
+            release(groups, slots, None)
             return None
         for group in groups:
             group.pager.settle(stream)
         # Wait for zero-fills and earlier owners' work, which `stream` was made to wait for.
         wait_for(record(stream, groups[0].device))
-        both = zip(groups, slots, swapped._heads, swapped._rows, strict=True)
-        for group, slot, head, rows in both:
+        for group, slot, head, rows in each:
             size, addresses = _pieces(group, slot, head, length)
             group.mapper.copy(size, addresses, [rows], out=False)
     except VMemError:
-        give_back()
+        release(groups, slots, None)
         raise
-    for group, slot, head in zip(groups, slots, swapped._heads, strict=True):
+    for group, slot, head, _ in each:
         group.enter(slot, length)
         if group.window is not None and head:
             group.window.resume(slot, head)

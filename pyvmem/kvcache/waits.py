@@ -196,10 +196,10 @@ def before_prefix(
         ordered = True
     if ordered and not prefixes.host.limit:
         return []
-    match, length = prefixes.wanted(tokens, leave, namespace)
+    match = prefixes.wanted(tokens, leave, namespace)
     try:
         if match.in_host and not match.length:
-            return before_swap_in(groups, length, PriorWork(None, None))
+            return before_swap_in(groups, match.asked, PriorWork(None, None))
         spans = []
         if match.length and not ordered:
             spans = [prefixes.span(group.place, match) for group in groups]
