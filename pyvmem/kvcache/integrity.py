@@ -50,7 +50,7 @@ def snapshot(group: Group) -> list[SlotInfo]:
             mapped_pages=slot.mapped - slot.head,
             shared_pages=slot.span.pages,
             large_pages=_large(group, slot),
-            away_pages=sum(slot.tier_map.off_device(slot.head, slot.mapped).values()),
+            away_pages=slot.mapped - slot.head - slot.here_from(slot.head),
             moving_pages=group.mover.moving(slot),
             in_flight=in_flight[slot.index],
         )

@@ -164,6 +164,8 @@ class SlotInfo:
 
         `others` holds the same slot's records in the other groups.
         """
+        if not others:  # a snapshot runs this for every slot
+            return self
         each = (self, *others)
         states = {one.state for one in each}
         pages = [one.name for one in fields(SlotInfo) if one.name.endswith("_pages")]
@@ -212,6 +214,9 @@ def together(each: Sequence[CacheStats], room: int) -> CacheStats:
     )
 
 
+_COUNTS = {one.name for one in fields(CacheStats)} - {"waits"}
+
+
 class Counters:
     """Running counts behind `CacheStats`.
 
@@ -237,8 +242,7 @@ class Counters:
 
     def shown(self) -> dict[str, int]:
         """Returns the counts that have the same name in `CacheStats`."""
-        names = {one.name for one in fields(CacheStats)} - {"waits"}
-        return {name: count for name, count in vars(self).items() if name in names}
+        return {name: count for name, count in vars(self).items() if name in _COUNTS}
 
     def driver(self, now: Stats) -> tuple[int, int]:
         """Returns the number of driver calls since the creation, and the nanoseconds they took."""

@@ -499,6 +499,15 @@ def test_allocating_and_freeing_a_slot(context: Context, slots: int) -> None:
         assert asked.count <= 46, asked
 
 
+def test_a_snapshot(context: Context) -> None:
+    with cache_of(context, pages=4, slots=64, layers=1) as cache:
+        lengths = [0] * 64
+        lengths[cache.alloc_reqid() or 0] = ROWS
+        assert cache.step(lengths) == 0
+        every = calls_of(cache.snapshot)
+        assert every.count <= 6 * 64 + 30, every
+
+
 def engine_calls(context: Context, requests: int) -> dict[str, Calls]:
     """Counts the functions run by one engine iteration with the given number of requests."""
     with cache_of(context, pages=2 * requests, slots=2 * requests, layers=1) as cache:
