@@ -389,13 +389,15 @@ class Group:
         pages = self.pager.granted_pages - less - off_device
         # Rows of all requests: one per token or, with a state, one per request.
         rows = sum(map(bool, self.rows)) if layout.state else self.used_tokens
-        used = rows * self.token_bytes - elsewhere * layout.num_tensors - less * self.page_bytes
-        used = max(0, used)
+        away = elsewhere * layout.num_tensors + less * self.page_bytes
+        used = max(0, rows * self.token_bytes - away)
         if shared.used or shared.off_device_uses:
             used = min(used, pages * self.page_bytes)
         counters, wasted = self.counters, pages * self.page_bytes - used
-        counters.peak_used = max(counters.peak_used, used)
-        counters.peak_wasted = max(counters.peak_wasted, wasted)
+        if used > counters.peak_used:
+            counters.peak_used = used
+        if wasted > counters.peak_wasted:
+            counters.peak_wasted = wasted
         return pages * layout.num_tensors, used
 
     def own_off_device(self) -> list[Piece]:

@@ -508,6 +508,21 @@ def test_a_snapshot(context: Context) -> None:
         assert every.count <= 6 * 64 + 30, every
 
 
+def test_counting_the_use_of_shared_pages(context: Context) -> None:
+    """With shared pages every step counts the use, so it must not call C functions needlessly."""
+    with cache_of(context, pages=4, slots=8) as cache:
+        lengths = [0] * 8
+        lengths[(reqid := cache.alloc_reqid() or 0)] = ROWS
+        assert cache.step(lengths) == 0
+        cache.record(reqid, list(range(ROWS)))
+        calls: list[str] = []
+        group = cache._groups[0]
+        sys.setprofile(lambda _, event, arg: event == "c_call" and calls.append(arg.__name__))
+        group.note_use()
+        sys.setprofile(None)
+        assert calls[:-1] == ["values", "any", "max", "min"]  # the last one is setprofile
+
+
 def engine_calls(context: Context, requests: int) -> dict[str, Calls]:
     """Counts the functions run by one engine iteration with the given number of requests."""
     with cache_of(context, pages=2 * requests, slots=2 * requests, layers=1) as cache:
