@@ -8,7 +8,6 @@ from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 from pyvmem._native import Kind, Outcome
@@ -612,9 +611,12 @@ def lend(loans: Sequence[Loan]) -> None:
     for group, slot, more, page in missing:
         group.sharing.map_parts(ops, slot, more.parts, page)
     edits: list[list[Any]] = []
+    by_group: dict[Group, list[Loan]] = {}
+    for loan in loans:
+        by_group.setdefault(loan.group, []).append(loan)
     free_on_abort([(group, slot, slot.owner) for group, slot, *_ in loans])
-    for group in dict.fromkeys(map(attrgetter("group"), loans)):
-        edits += group.lend_edits([loan for loan in loans if loan.group is group])
+    for group, own in by_group.items():
+        edits += group.lend_edits(own)
     try:
         if missing:
             first.mapper.commit(edits, ops)
