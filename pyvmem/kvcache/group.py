@@ -599,9 +599,10 @@ def lend(loans: Sequence[Loan]) -> None:
         NotRecoverable: a rollback failed. VMemError: nothing has changed.
     """
     first, parts = loans[0].group, 1
-    missing = []
+    missing, taken = [], []
     for group, slot, span, head in loans:
         have = slot.span.pages
+        taken.append((group, slot, slot.owner))
         if have < span.pages:
             more = span.slice(have, span.pages) if have else span
             missing.append((group, slot, more, head + have))
@@ -610,7 +611,7 @@ def lend(loans: Sequence[Loan]) -> None:
     for group, slot, more, page in missing:
         group.sharing.map_parts(ops, slot, more.parts, page)
     edits: list[list[Any]] = []
-    free_on_abort([(group, slot, slot.owner) for group, slot, *_ in loans])
+    free_on_abort(taken)
     for group in dict.fromkeys(map(attrgetter("group"), loans)):
         edits += group.lend_edits([loan for loan in loans if loan.group is group])
     try:
