@@ -146,7 +146,8 @@ class _Fork:
     def mark_broken(self, error: NotRecoverable) -> NotRecoverable:
         """Retires the slots whose rollback failed; returns the error to raise."""
         group, head, low = self.group, self.parent.head, self.parent.shared
-        pieces = [(slot, head, goal) for slot, goal in zip(self.slots, self.goals, strict=True)]
+        # `goals` is still empty if the batch could not even be planned.
+        pieces = [(slot, head, goal) for slot, goal in zip(self.slots, self.goals, strict=False)]
         group.reclaimer.mark_broken([*pieces, (self.parent, low, self.full)])
         if self.parent.broken:
             return group.table.lose(self.parent, error)

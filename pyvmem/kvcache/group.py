@@ -600,9 +600,10 @@ def lend(loans: Sequence[Loan]) -> None:
         NotRecoverable: a rollback failed. VMemError: nothing has changed.
     """
     first, parts = loans[0].group, 1
-    missing = []
+    missing, taken = [], []
     for group, slot, span, head in loans:
         have = slot.span.pages
+        taken.append((group, slot, slot.owner))
         if have < span.pages:
             more = span.slice(have, span.pages) if have else span
             missing.append((group, slot, more, head + have))
@@ -614,7 +615,7 @@ def lend(loans: Sequence[Loan]) -> None:
     by_group: dict[Group, list[Loan]] = {}
     for loan in loans:
         by_group.setdefault(loan.group, []).append(loan)
-    free_on_abort([(group, slot, slot.owner) for group, slot, *_ in loans])
+    free_on_abort(taken)
     for group, own in by_group.items():
         edits += group.lend_edits(own)
     try:

@@ -665,7 +665,9 @@ class Reclaimer:
     def count_evicted(self, spans: Sequence[Span]) -> None:
         """Counts evicted pages and drops the prefix tree's references; call `drop_unheld` next."""
         gone = sum(span.pages for span in spans) * self.layout.num_tensors
-        edits = self.shared.use_edits({}, dict.fromkeys(spans, -1))
+        holds: Counter[Span] = Counter()
+        holds.subtract(spans)  # two prefixes may have the same span
+        edits = self.shared.use_edits({}, holds)
         evicted = self.counters.evicted_pages + gone
         self.journal.change([*edits, [self.counters, "evicted_pages", evicted]])
 

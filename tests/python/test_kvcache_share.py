@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -389,6 +390,25 @@ def test_a_request_whose_rows_are_lost_is_named(backend: str) -> None:
         assert child is not None
         assert rows_are(cache, child, 0, ROWS, 5.0)
         cache.trim(prefixes=True)
+
+
+def test_a_fork_of_a_quarantined_page_raises(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The back end refuses a handle to the page, so the fork's batch is never complete."""
+
+    def refuse(*_: object) -> None:
+        raise NotRecoverable("quarantined", errno=errno.ENOTRECOVERABLE, op="vmem_gather")
+
+    with small_cache(context) as cache:
+        parent = started(cache, 2 * ROWS + 1)
+        monkeypatch.setattr(cache.context, "gather", refuse)
+        with pytest.raises(NotRecoverable, match="quarantined"):
+            cache.fork(parent)
+        monkeypatch.undo()
+        cache.check_integrity()
+        assert rows_are(cache, parent, 0, 2 * ROWS + 1, 1.0)
+        assert cache.fork(parent) is not None
 
 
 def test_a_truncation_that_loses_rows_leaves_no_copies_behind(backend: str) -> None:
