@@ -61,7 +61,7 @@ class MixedModel(ShareModel):
 
     def _splits_none(self, addr: int, size: int) -> None:
         for group in self.cache._groups:
-            space, layout = group.parts.reservation, group.layout
+            space, layout = group.reservation, group.layout
             for end in (addr, addr + size) if layout.block else ():
                 at = end - end % MIB2 - space.addr
                 if end % MIB2 and 0 <= at < space.nbytes:
