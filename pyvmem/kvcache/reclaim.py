@@ -670,7 +670,9 @@ class Reclaimer:
     def count_evicted(self, spans: Sequence[Span]) -> None:
         """Counts evicted pages and drops the prefix tree's references; call `drop_unheld` next."""
         gone = sum(span.pages for span in spans) * self.layout.num_tensors
-        edits = self.shared.use_edits({}, dict.fromkeys(spans, -1))
+        holds: Counter[Span] = Counter()
+        holds.subtract(spans)  # nodes may have the same span, if a request was recorded twice
+        edits = self.shared.use_edits({}, holds)
         evicted = self.counters.evicted_pages + gone
         self.journal.change([*edits, [self.counters, "evicted_pages", evicted]])
 
