@@ -320,8 +320,9 @@ class Pager:
                 self.reclaimer.finish(job)
         if slot.stale:
             self.reclaimer.unmap(slot, 0, now=True)
-            with self.counters.waiting():
-                self.reclaimer.finish(slot.job)
+            if slot.job is not None:  # otherwise, it ran in this thread and failed
+                with self.counters.waiting():
+                    self.reclaimer.finish(slot.job)
             if slot.stale:
                 self.reclaimer.raise_errors()
 

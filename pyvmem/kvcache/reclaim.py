@@ -232,7 +232,12 @@ class Reclaimer:
             job.tier_map = tier_map.within(low, mapped)
             edits.append([slot, "tier_map", tier_map.without(low, mapped)])
         edits.append([self, "coming", self.coming + job.pages])
-        self.mapper.commit(edits, ops, slot.events, ticket=ticket)
+        try:
+            self.mapper.commit(edits, ops, slot.events, ticket=ticket)
+        except NotRecoverable:
+            if ticket is None:  # as in the background, the pages leave the records
+                self.journal.change(edits)
+            raise
 
     def cut(self, slot: Slot, keep: int) -> None:
         """Unmaps a running request's pages from `keep` on, in this thread.

@@ -181,6 +181,17 @@ def test_ids_without_a_row_yet_are_left_out(context: Context, how: str, more: in
 # ---- namespaces ----------------------------------------------------------------------------------
 
 
+def test_pages_recorded_for_two_namespaces_are_evicted_once_from_each(context: Context) -> None:
+    with small_cache(context) as cache:
+        reqid = started(cache, 2 * ROWS)
+        for name in "ab":
+            assert cache.record(reqid, PROMPT[: 2 * ROWS], namespace=name) == 2 * ROWS
+        cache.free_reqid(reqid)
+        cache.trim(prefixes=True)
+        cache.check_integrity()
+        assert cache.stats().mapped_bytes == 0
+
+
 def test_equal_ids_of_different_namespaces_never_match(context: Context) -> None:
     names = [None, "adapter", ("tenant", 7), 0]
     with small_cache(context, max_batch=8) as cache:

@@ -24,7 +24,7 @@ from kvcache_helpers import (
 )
 from share_helpers import grow, is_zero, start, whole, write_rows
 
-from pyvmem import Caps, FdEvent, KVCache
+from pyvmem import Caps, DriverError, FdEvent, Inject, KVCache, NotRecoverable
 
 TENSORS = 2 * LAYERS
 PROMPT = range(1, 5 * ROWS + 4)
@@ -321,4 +321,42 @@ def test_a_freed_slot_after_another_requests_growth(backend: str, pages: int) ->
         assert fits == (promised == 0) == (pages <= 5)
         with firing_later(event):
             assert cache.step(want) == promised
+        cache.check_integrity()
+
+
+def test_an_unmap_that_fails_while_the_queue_is_full_is_raised(backend: str) -> None:
+    with open_context(backend) as context, small_cache(context) as cache:
+        start(cache, 3 * ROWS + 2)
+        assert cache.fork(0) == 1
+        with full_queue(context):
+            cache.free_reqid(0)
+            cache.slots.claim(0)
+            context.inject(Inject.UNMAP)
+            with pytest.raises(DriverError):
+                cache.step(lens(cache, r0=1))
+            context.inject(Inject.UNMAP, count=0)
+            cache.check_integrity()
+            assert cache.step(lens(cache, r0=1)) == 0
+        assert is_zero(cache, 0, 0, 1)
+
+
+def test_a_lost_unmap_while_the_queue_is_full_costs_only_its_slot(backend: str) -> None:
+    with open_context(backend) as context, small_cache(context) as cache:
+        if Caps.ONE_CALL in context.info.caps:
+            pytest.skip("a batch is one driver call: there is nothing to undo")
+        start(cache, 3 * ROWS + 2)
+        assert cache.fork(0) == 1
+        with full_queue(context):
+            cache.free_reqid(0)
+            cache.slots.claim(0)
+            context.inject(Inject.MAP | Inject.UNMAP, skip=1, count=8)
+            with pytest.raises(NotRecoverable):
+                cache.step(lens(cache, r0=1))
+            context.inject(Inject.MAP | Inject.UNMAP, count=0)
+            cache.check_integrity()
+            cache.free_reqid(0)
+        with pytest.raises(NotRecoverable):  # the unmap itself; the step raised the refused growth
+            cache.step(lens(cache))
+        assert cache.step(lens(cache, r1=3 * ROWS + 3)) == 0
+        assert cache.snapshot()[0].state == "broken"
         cache.check_integrity()
