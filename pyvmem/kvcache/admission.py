@@ -32,8 +32,8 @@ def can_admit(
     each = [list(map(group.layout.pages_for_step, begun, lengths)) for group in groups]
     needs = []
     for group, pages in zip(groups, each, strict=True):
-        kept = [group.prefixes.kept_pages(group.place, one) for one in found if one is not None]
-        needs.append((group.pager, (sum(pages) - sum(kept)) * group.layout.num_tensors))
+        kept = sum(group.prefixes.kept_pages(group.place, one) for one in found if one is not None)
+        needs.append((group.pager, (sum(pages) - kept) * group.layout.num_tensors))
     if len(lengths) > first.table.free_count or not _find_mappings(groups, each):
         return False
     new = within_reach(needs, {})

@@ -66,7 +66,7 @@ _REALS = {"low_watermark": 1, "growth_fraction": 1, "join_at": 1, "idle_seconds"
 
 _SWITCHES = (
     *("zero_fill", "deferred_reclaim", "keep_mapped", "overread_decode", "sparse"),
-    *("packed_slots", "idle_prefixes", "idle_compact", "state"),
+    *("packed_slots", "idle_prefixes", "state"),
 )
 
 
@@ -236,8 +236,9 @@ class KVCacheConfig:
                 limit=self.num_layers,
             )
         for name in _SWITCHES:
-            if name != "idle_compact" or self.idle_compact is not None:
-                object.__setattr__(self, name, switched(name, getattr(self, name)))
+            object.__setattr__(self, name, switched(name, getattr(self, name)))
+        if self.idle_compact is not None:
+            object.__setattr__(self, "idle_compact", switched("idle_compact", self.idle_compact))
         if self.page_size & (self.page_size - 1):
             raise invalid(f"page_size {self.page_size} is not a power of two", size=self.page_size)
         if self.state and (self.window or self.tensors_per_layer != 1):

@@ -576,7 +576,7 @@ class ParallelKVCache(KVCache):
             if status == _OUT_OF_MAPPINGS:
                 if digest == -negative:
                     # The rank stays poisoned until the step is undone.
-                    self._poison(InterruptedError("an exception came"), "undoing a step")
+                    self._poison(RuntimeError("interrupted"), "undoing a step")
                     self._take_back()
                     manager.failure = None
                     raise _too_many(
@@ -585,7 +585,7 @@ class ParallelKVCache(KVCache):
                 status = 0
             if not status and digest == -negative:
                 return
-            failure = Failure.from_status(status)
+            failure = Failure.from_status(status)  # 0: the ranks' calls or results differ
             if manager.failure is None or manager.failure.status != failure.status:
                 # A rank that failed itself keeps its own record, which has more detail.
                 manager.failure = failure
@@ -838,7 +838,7 @@ class ParallelKVCache(KVCache):
         group = manager.groups[0]
         with self._lock, self._journal:
             # The rank stays poisoned until every rank is reset.
-            self._poison(InterruptedError("an exception came"), "recover")
+            self._poison(RuntimeError("interrupted"), "recover")
             manager.out_of_mappings = ""
             try:
                 status, have = 0, self._reset(stream)

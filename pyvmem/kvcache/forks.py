@@ -177,19 +177,21 @@ def fork_all(
     most = len(table.slots)
     if not 1 <= count <= most:
         raise invalid(f"fork of {count} requests; it must be between 1 and {most}", limit=most)
-    chosen = table.emptiest(count) if into is None else _chosen(groups[0], count, into)
-    if len(chosen) < count:
-        return None
-    reqids = list(map(attrgetter("index"), chosen))
-    parts: list[_Fork] = []
-    needs = []
+    named = None if into is None else _chosen(groups[0], count, into)
     for group in groups:
         parent = group.table.slots[index]
         if group.mover.moves:
             group.mover.finish(parent, work)
         if parent.job is not None or parent.mapped > parent.granted:
             group.pager.release(parent)
-        layout = group.layout
+    chosen = table.emptiest(count) if named is None else named
+    if len(chosen) < count:
+        return None
+    reqids = list(map(attrgetter("index"), chosen))
+    parts: list[_Fork] = []
+    needs = []
+    for group in groups:
+        parent, layout = group.table.slots[index], group.layout
         nbytes, pages = layout.bytes_for(rows), layout.pages_for(rows)
         # A state is rewritten with every token, so it cannot be shared.
         full = 0 if layout.state else nbytes // layout.page_size
@@ -231,7 +233,7 @@ def _fork(parts: Sequence[_Fork], needs: Needs) -> bool:
     Raises:
         NotRecoverable: a rollback failed; the message says whether the parent lost rows.
     """
-    first, share, most = parts[0].group, parts[0].group.reclaimer.share, 0
+    first, most = parts[0].group, 0
     taken: list[tuple[Group, Slot, int]] = []
     for part in parts:
         pieces = 1 + 2 * len(part.parent.tier_map.noted)
@@ -239,7 +241,7 @@ def _fork(parts: Sequence[_Fork], needs: Needs) -> bool:
         taken += zip(repeat(part.group), part.slots, map(attrgetter("owner"), part.slots))
     free_on_abort(taken)
     for ahead in chain((True, False), repeat(False)):
-        room = first.reclaimer.room if share is None else share.room()
+        room = first.reclaimer.room
         edits: list[list[Any]] = []
         ops = OpBatch(most)
         try:

@@ -116,7 +116,9 @@ def stats(group: Group) -> CacheStats:
 def _large(group: Group, slot: Slot) -> int:
     """Returns how many of a slot's pages per tensor are mapped by 2 MiB entries in every tensor."""
     layout, found = group.layout, 0
-    for page in range(0, slot.large_end, layout.block or 1):
+    if not layout.block:
+        return 0
+    for page in range(0, slot.large_end, layout.block):
         places = [slot.addr + layout.offset(0, page, one) for one in range(layout.num_tensors)]
         found += all(group.context.query(at).entry_bytes > layout.page_size for at in places)
     return found * layout.block

@@ -155,7 +155,7 @@ def cache_of(
     layers = [*layers]
     counts = classes_of(layers)[0]
     policy_of(policy)
-    if list(counts.values()) == [len(layers)]:
+    if list(counts.values()) == [len(layers)]:  # one kind of layer, and no empty one
         (kind,) = counts
         config = KVCacheConfig(num_layers=len(layers), **{**policy, **kind.fields()})
         return KVCache(config, context, backend, device, budget)

@@ -99,15 +99,12 @@ class Mapper:
         return pages
 
     def drop_range(
-        self, edits: list[list[Any]], pages: Pages, where: tuple[int, int, int, int]
+        self, edits: list[list[Any]], pages: Pages, offset: int, size: int, count: int, stride: int
     ) -> None:
-        """Drops part of a handle and applies the edits; if it fails, nothing has changed.
-
-        `where` is the part: the arguments of `Pages.drop_range`.
-        """
+        """Drops part of a handle and applies the edits; if it fails, nothing has changed."""
         outcome = Outcome(edits)
         self.journal.entries.append(outcome)
-        pages.drop_range(*where, outcome)
+        pages.drop_range(offset, size, count, stride, outcome)
 
     # ---- calls that change no records ------------------------------------------------------------
 

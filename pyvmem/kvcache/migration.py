@@ -97,11 +97,16 @@ class Mover:
         ticket = move.ticket = Ticket(self._mapper.context) if background else None
         ops = OpBatch(len(move.stretches))
         for low, high, tier in move.stretches:
-            at, own = addresses.addr + (low - move.first) * size, move.slot.addr + low * size
-            shape = (high - low) * size, layout.num_tensors, move.stride, size
-            place, stride = int(tier.location), layout.tensor_bytes
             ops.populate(
-                at, *shape, location=place, device=tier.device, copy_from=own, copy_stride=stride
+                addresses.addr + (low - move.first) * size,
+                (high - low) * size,
+                layout.num_tensors,
+                move.stride,
+                size,
+                location=int(tier.location),
+                device=tier.device,
+                copy_from=move.slot.addr + low * size,
+                copy_stride=layout.tensor_bytes,
             )
         edits += [*self._counts(move, 1), [self._journal.unrecorded, addresses, ...]]
         after, waits = [] if event is None else [event], self._counters.waits
@@ -114,11 +119,9 @@ class Mover:
 
     def _counts(self, move: Move, sign: int) -> list[list[Any]]:
         """Returns the edits that add (`sign` 1) or subtract (-1) a move's scratch pages."""
-        off_device = pages_by_tier(move.stretches)
-        for tier in off_device:
-            off_device[tier] *= -sign
-        here, counters = off_device.pop(DEVICE, 0), self._counters
-        edits = self._reclaimer.free_edits(here, off_device, reclaimed=False)
+        gone = {tier: -sign * pages for tier, pages in pages_by_tier(move.stretches).items()}
+        here, counters = gone.pop(DEVICE, 0), self._counters
+        edits = self._reclaimer.free_edits(here, gone, reclaimed=False)
         return [*edits, [counters, "peak_mapped", max(counters.peak_mapped, edits[0][2])]]
 
     # ---- the second phase ------------------------------------------------------------------------
@@ -427,11 +430,13 @@ class Promoter:
 
     def promote(self, slot: Slot, held: int, work: PriorWork, *, wait: bool) -> int:
         """Implements `KVCache.promote` for the first `held` rows."""
-        runs: list[int] = []
-        blocks = self._mover.moving(slot) // self._unit
-        if slot not in self._mover.moves:
-            runs, copies = self._blocks(slot, held)
-            blocks = self._begin(slot, runs, copies, work)
+        if slot in self._mover.moves:
+            blocks = self._mover.moving(slot) // self._unit
+            if wait:
+                self._mover.finish(slot, work)
+            return blocks
+        runs, copies = self._blocks(slot, held)
+        blocks = self._begin(slot, runs, copies, work)
         if wait:
             self._mover.finish(slot, work)
         if wait and runs:  # copy the blocks for which joining did not suffice

@@ -78,7 +78,7 @@ def pages_by_tier(stretches: Iterable[Stretch]) -> Counter[Tier]:
     return found
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class TierMap:
     """The intervals of a slot's off-device pages, in order. Immutable.
 
@@ -211,7 +211,10 @@ class Span:
         self.unit_pages = unit_pages
 
     def slice(self, first: int, last: int) -> Span:
-        """Returns pages [first, last) of this span."""
+        """Returns pages [first, last) of this span.
+
+        Returns the span itself if these are all of its pages, so equal spans may be one object.
+        """
         if first <= 0 and last >= self.pages:
             return self
         parts = []
@@ -392,9 +395,10 @@ class SharedPages:
         last = pages == block.live
         if last:
             edits += ([self.blocks, block, ...], [journal.unrecorded, block.handle, None])
-        size, stride = self.layout.page_size, block.pages * self.layout.page_size
-        where = (low * size, pages * size, self.layout.num_tensors, stride)
-        self._mapper.drop_range(edits, block.handle, where)
+        size, tensors = self.layout.page_size, self.layout.num_tensors
+        self._mapper.drop_range(
+            edits, block.handle, low * size, pages * size, tensors, block.pages * size
+        )
         if last:  # release it now, since an exception at the end of the call cannot undo the drop
             with suppress(VMemError):
                 block.handle.abandon()

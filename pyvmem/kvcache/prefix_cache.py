@@ -540,7 +540,7 @@ class PrefixCache:
         return self._span(place, match._lease.node, match.length)
 
     def _span(self, place: int, node: Node[_Spans], length: int) -> Span:
-        """Returns a group's pages for the first `length` tokens on the path to a node.
+        """Returns a group's pages for the first `length` tokens, at least 1, on a node's path.
 
         With a window, returns only those pages of the window that are recorded.
         """

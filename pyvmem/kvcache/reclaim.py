@@ -191,7 +191,7 @@ class Reclaimer:
             self._run(slot, low, keep)
 
     def _commit(
-        self, slot: Slot, low: int, keep: int, ticket: Any = None, ops: OpBatch | None = None
+        self, slot: Slot, low: int, keep: int, ticket: Any = None, kept: OpBatch | None = None
     ) -> None:
         """Unmaps a slot's pages from `low` on, in one batch, and edits the records.
 
@@ -203,11 +203,11 @@ class Reclaimer:
             low: first page to unmap.
             keep: the new value of the slot's `mapped`.
             ticket: the batch's ticket; None: it runs in the calling thread.
-            ops: the batch of `try_keep`, which keeps the shared pages; None: a new batch.
+            kept: a batch that keeps the slot's shared pages for a later request (`try_keep`), to
+                which the unmap is added; None: the slot keeps nothing.
         """
-        kept = ops is not None
-        if ops is None:
-            ops = self._ops
+        ops = kept or self._ops
+        if kept is None:
             ops.clear()
         layout = self.layout
         tier_map, mapped = slot.tier_map, slot.mapped
@@ -217,14 +217,14 @@ class Reclaimer:
         job = Unmap(slot, low, mapped, slot.dirty, ticket, slot.head)
         edits: list[list[Any]] = [
             [slot, "job", job],
-            [slot, "kept", kept],
+            [slot, "kept", kept is not None],
             [slot, "mapped", keep],
             [slot, "head", min(slot.head, keep)],
             [slot, "dirty", min(slot.dirty, keep)],
             [slot, "large_end", slot.large_end_below(keep)],
             [self, "unmaps", [*self.unmaps, job]],
         ]
-        if slot.stale and not kept:
+        if slot.stale and kept is None:
             job.span = slot.span
             edits.append([slot, "span", EMPTY])
         if tier_map.noted:
@@ -620,8 +620,8 @@ class Reclaimer:
         for slot, pages in keep.items():
             own = self.table.slots[slot.index] is slot  # not a slot of another group
             grows = slot.job is not None and not slot.job.takes_pages
-            # Otherwise, `columns.spare` does not include the slot.
-            if own and slot.mapped != slot.granted and not (slot.rows_lost or grows):
+            counted = slot.mapped != slot.granted and not (slot.rows_lost or grows)
+            if own and counted:  # by `columns.spare`
                 spare += slot.spare_beyond(pages) - slot.spare_beyond(0)
         return spare + self.shared.pages - self.shared.used - self.leased()
 

@@ -11,8 +11,7 @@ import logging
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 from pyvmem.errors import TooManyMappings
@@ -295,9 +294,12 @@ def _select_fitting(wants: Wants) -> list[tuple[Pager, Want]]:
         for slot, pages in want:
             lacking[slot.index] += max(0, pages - slot.grows_from) * pager.page_bytes
     room = wants[0][0].reclaimer.room
-    order = sorted(lacking, key=lacking.__getitem__)
-    totals = accumulate(map(lacking.__getitem__, order))
-    chosen = {index for index, total in zip(order, totals, strict=True) if total <= room}
+    chosen = set[int]()
+    for index in sorted(lacking, key=lacking.__getitem__):
+        room -= lacking[index]
+        if room < 0:
+            break
+        chosen.add(index)
     some = [(pager, [one for one in want if one[0].index in chosen]) for pager, want in wants]
     if fit(needs_of(some)):
         return some
@@ -388,9 +390,9 @@ def _begin_what_comes_back(
 def _note_short(groups: Sequence[Group]) -> None:
     edits = [[group.counters, "short", group.counters.short + 1] for group in groups]
     groups[0].journal.change(edits)  # not counted if interrupted before the call returns -1
-    refused = next(filter(None, map(attrgetter("pager.runs.refused"), groups)), "")
+    refused = [group.pager.runs.refused for group in groups if group.pager.runs.refused]
     if refused:
-        warn_out_of_mappings(groups, refused)
+        warn_out_of_mappings(groups, refused[0])
     if _log.isEnabledFor(logging.DEBUG):
         for group in groups:
             reclaimer = group.reclaimer

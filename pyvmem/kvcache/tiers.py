@@ -84,10 +84,10 @@ def move(
         group.mover.sweep()
         group.mover.finish(slot, work)
         group.pager.release(slot)
-    begun = list(both)
+    to_cancel = list(both)
 
     def cancel() -> None:
-        for group, slot in begun:
+        for group, slot in to_cancel:
             group.mover.abandon(slot)
 
     groups[0].journal.on_abort(cancel)
@@ -104,7 +104,7 @@ def move(
                 _make_tier_room(groups, group, tier, pages)
                 group.mover.begin(Move(slot, wanted), work, background=not wait)
                 moved += pages
-        begun.clear()  # from here on, an interrupted move is completed by the next step
+        to_cancel.clear()  # from here on, an interrupted move is completed by the next step
         for group, slot in both if wait else ():
             group.mover.finish(slot, work)
     except VMemError:

@@ -257,10 +257,17 @@ def _copy_all(copies: Sequence[Truncation]) -> bool:
                 for event in block.events:
                     wait_for(event)
             addresses = one.group.scratch.take(one.stride * layout.num_tensors)
-            place = addresses.addr, one.stride, layout.num_tensors, one.stride, layout.page_size
-            at, stride = one.shared * layout.page_size, layout.tensor_bytes
-            source, nbytes = one.slot.addr + at, one.nbytes - at
-            ops.populate(*place, copy_from=source, copy_stride=stride, copy_bytes=nbytes)
+            shared = one.shared * layout.page_size
+            ops.populate(
+                addresses.addr,
+                one.stride,
+                layout.num_tensors,
+                one.stride,
+                layout.page_size,
+                copy_from=one.slot.addr + shared,
+                copy_stride=layout.tensor_bytes,
+                copy_bytes=one.nbytes - shared,
+            )
             edits += (
                 [one, "addresses", addresses],
                 [reclaimer, "device_pages", reclaimer.device_pages + one.new_pages],

@@ -159,9 +159,10 @@ class Window:
             quiet: another group reports the batch's failure.
         """
         reclaimer = self.reclaimer
-        slots, heads, *_ = map(list, zip(*due, strict=True))
-        fields = map(attrgetter("index", "owner", "head"), slots)
-        indexes, owners, lows = map(list, zip(*fields, strict=True))
+        slots = [slot for slot, *_ in due]
+        heads = [head for _, head, *_ in due]
+        indexes, owners = [slot.index for slot in slots], [slot.owner for slot in slots]
+        lows = [slot.head for slot in slots]
         # Spans are computed once for all slots that share the same pages.
         shares, parted = [], dict[tuple[tuple[Part, ...], int], tuple[Span, Span]]()
         count: Counter[Span] = Counter()
