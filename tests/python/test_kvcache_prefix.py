@@ -231,17 +231,6 @@ def test_eviction_is_over_all_namespaces(context: Context) -> None:
         assert cache.match(PROMPT, namespace="new").length == 2 * ROWS
 
 
-def test_pages_recorded_in_two_namespaces_are_freed_by_one_eviction(context: Context) -> None:
-    with small_cache(context) as cache:
-        reqid = started(cache, 2 * ROWS)
-        for name in ("a", "b"):
-            assert cache.record(reqid, PROMPT[: 2 * ROWS], namespace=name) == 2 * ROWS
-        cache.free_reqid(reqid)
-        cache.trim(prefixes=True)
-        assert cache.stats().prefix_pages == cache.stats().mapped_bytes == 0
-        cache.check_integrity()
-
-
 def test_an_invalid_namespace(context: Context) -> None:
     with small_cache(context) as cache:
         reqid = started(cache, ROWS)
