@@ -206,7 +206,7 @@ class Reclaimer:
             kept: a batch that keeps the slot's shared pages for a later request (`try_keep`), to
                 which the unmap is added; None: the slot keeps nothing.
         """
-        ops = kept or self._ops
+        ops = self._ops if kept is None else kept
         if kept is None:
             ops.clear()
         layout = self.layout
