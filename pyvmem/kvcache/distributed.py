@@ -564,8 +564,10 @@ class ParallelKVCache(KVCache):
         """Poisons the rank if an exception ends the block, since other ranks may not see it."""
         try:
             yield
+        except (VMemError, Reentered):  # first: an interruption while testing these would be lost
+            raise
         except BaseException as error:
-            if self._manager.failure is None and not isinstance(error, (VMemError, Reentered)):
+            if self._manager.failure is None:
                 self._poison(error, where)
             raise
 
