@@ -415,7 +415,7 @@ class Share:
         self.pager = pager
         self.reclaimer = pager.reclaimer
         self.layout = pager.layout
-        self._column = pager.page_bytes  # memory is freed in multiples of it
+        self._column = pager.layout.page_bytes  # memory is freed in multiples of it
         self.floor = floor
         self._own = own
 

@@ -69,7 +69,6 @@ class Pager:
         runs: chooses run lengths.
         ahead: a request with pages for fewer than `ahead` more rows gets more pages in the
             background.
-        page_bytes: total size in bytes of one page in every tensor.
         ops: the batch that grows the slots of all groups.
         array: the C array of the operations in `ops`.
     """
@@ -88,7 +87,6 @@ class Pager:
         self.capacity = columns.capacity
         self.growths: list[Growth] = []
         self.granted_pages = 0
-        self.page_bytes = self.layout.page_size * self.layout.num_tensors
         self.ops, self.array = ops, ops.array
         self._zero_fill = config.zero_fill
         self.layout.describe(columns.place, reclaimer.table[0].addr)
@@ -528,7 +526,7 @@ def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) ->
         each.append((pager, grown))
         written += grown.ops
         if room is not None:
-            room -= grown.added * pager.page_bytes
+            room -= grown.added * pager.layout.page_bytes
     ticket = Ticket(context) if background and written else None
     edits: list[list[Any]] = []
     for pager, grown in each:

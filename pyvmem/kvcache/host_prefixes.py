@@ -91,7 +91,7 @@ class HostPrefixes:
     ) -> None:
         self.limit = limit = layouts[0].config.host_prefixes
         each = zip(layouts, unit_pages, strict=True)
-        sizes = [one.page_size * pages * one.num_tensors for one, pages in each]
+        sizes = [one.page_bytes * pages for one, pages in each]
         self._ends = list(accumulate(sizes, initial=0))
         self.cell = size = self._ends[-1] or 1  # the sum is 0 if all layers have a state
         if 0 < limit < size:

@@ -267,7 +267,7 @@ class PrefixCache:
         )
         self.tree: PrefixTree[_Spans] = PrefixTree(self.unit, journal.change)
         self.leases = Leases(self.tree, journal, lockstep=lockstep)
-        self._columns = [one.page_size * one.num_tensors for one in layouts]
+        self._columns = [one.page_bytes for one in layouts]
         self.host = HostPrefixes(layouts, self.unit_pages, self._groups)
 
     def join(self, group: Sharing, window: Window | None) -> None:

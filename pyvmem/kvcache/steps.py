@@ -292,7 +292,7 @@ def _select_fitting(wants: Wants) -> list[tuple[Pager, Want]]:
     lacking: Counter[int] = Counter()
     for pager, want in wants:
         for slot, pages in want:
-            lacking[slot.index] += max(0, pages - slot.grows_from) * pager.page_bytes
+            lacking[slot.index] += max(0, pages - slot.grows_from) * pager.layout.page_bytes
     room = wants[0][0].reclaimer.room
     chosen = set[int]()
     for index in sorted(lacking, key=lacking.__getitem__):
