@@ -16,7 +16,7 @@ from pyvmem.layouts.workload import Arrival, Request
 from vmem_bench.vllm import command
 from vmem_bench.vllm.arm import _Inside
 from vmem_bench.vllm.common import open_fleet
-from vmem_bench.vllm.engines import Plan, TimeUp
+from vmem_bench.vllm.engines import SHAPES, Fleet, Plan, TimeUp
 from vmem_bench.vllm.loads import Heard, Load, arrivals, at_rate, climb, idle_footprint, in_turns
 from vmem_bench.vllm.picture import draw
 
@@ -63,6 +63,21 @@ def test_answers_depend_on_keys_and_values(bench: Any, monkeypatch: pytest.Monke
     monkeypatch.setitem(command.PARTS, "load", ("a part", measure))
     bench("load")
     assert len({tuple(one) for one in answers}) == 4
+
+
+def test_batch_invariant_kernels_need_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "vllm", "--quick", "--backend", "host", "--batch-invariant"]
+    assert main(words) == 2
+    assert "--batch-invariant" in capsys.readouterr().err
+
+
+def test_engines_use_batch_invariant_kernels() -> None:
+    command: Any = SimpleNamespace(quick=True, backend="stock", args=SimpleNamespace())
+    found = []
+    for chosen in (False, True):
+        with Fleet(command, SHAPES["tiny"], batch_invariant=chosen) as fleet:
+            found.append(fleet._program(Plan(True, 16 << 20))[1].get("VLLM_BATCH_INVARIANT"))
+    assert found == [None, "1"]
 
 
 @pytest.mark.long

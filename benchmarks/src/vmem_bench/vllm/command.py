@@ -133,9 +133,14 @@ def run(args: argparse.Namespace) -> int:
         tiering=args.tiering,
         tensor_parallel=args.tensor_parallel,
         pipeline_parallel=args.pipeline_parallel,
+        batch_invariant=args.batch_invariant,
         trace=args.trace.name if args.trace else None,
     )
     if command is None:
+        return 2
+    if args.batch_invariant and command.backend == "host":
+        text = "--batch-invariant: vLLM's batch-invariant kernels need a GPU, not back end host"
+        print(f"vmem bench: {text}", file=sys.stderr)
         return 2
     title, measure = PARTS[args.part]
     part = command.record.part(args.part, title)
@@ -196,6 +201,8 @@ def add_parser(which: Any) -> None:
         help="offload: use vLLM's tiering, with a folder below host memory")  # fmt: skip
     add("--tensor-parallel", type=int, default=1, metavar="N", help="ranks of an engine (1)")
     add("--pipeline-parallel", type=int, default=1, metavar="N", help="stages of an engine (1)")
+    add("--batch-invariant", action="store_true",
+        help="use vLLM's slower kernels whose results do not depend on the batch")  # fmt: skip
     add("--kv-memory", type=size, default=0, metavar="SIZE",
         help="KV cache of each engine (16G; rough 8G, blocks 40G, full 48G); share, prefixes: of "
         "all engines together (12G)"

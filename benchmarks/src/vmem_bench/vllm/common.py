@@ -90,6 +90,7 @@ def open_fleet(command: Command, *, max_num_seqs: int = 0, **options: Any) -> Fl
         stages=args.pipeline_parallel,
         block_size=args.block_size,
         max_num_seqs=0 if quick else max_num_seqs,
+        batch_invariant=args.batch_invariant,
         **options,
     )
 

@@ -272,6 +272,8 @@ class Fleet:
             quick run.
         longest: maximum number of tokens in a prompt and its answer; 0 for `LONGEST`, or for 512 in
             a quick run.
+        batch_invariant: use vLLM's batch-invariant kernels, with which an answer does not depend on
+            the other requests of a batch. They are slower.
         options: vLLM options for every engine.
     """
 
@@ -285,9 +287,11 @@ class Fleet:
         block_size: int = 0,
         max_num_seqs: int = 0,
         longest: int = 0,
+        batch_invariant: bool = False,
         **options: Any,
     ) -> None:
         self.command, self.options = command, options
+        self.batch_invariant = batch_invariant
         self.longest = longest or (512 if command.quick else LONGEST)
         self.shape, self.ranks, self.stages = shape, ranks, stages
         self.block_size = 32 if command.backend == "host" else block_size or 16
@@ -392,6 +396,8 @@ class Fleet:
         env = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
         env |= {"VLLM_LOGGING_LEVEL": "WARNING", "VMEM_VLLM": str(int(plan.elastic))}
         env |= {"PYTHONPATH": self.path}
+        if self.batch_invariant:  # without vLLM's changes to how CUDA graphs are captured
+            env |= {"VLLM_BATCH_INVARIANT": "1", "VLLM_USE_BREAKABLE_CUDAGRAPH": "0"}
         env.pop("VLLM_PLUGINS", None)
         return [sys.executable, "-m", "vmem_bench.vllm.arm"], env
 
