@@ -9,6 +9,7 @@ from pathlib import Path
 from readme_cache import runs
 from readme_format import ROOT, Result, number, rows, table, title
 
+from pyvmem.layouts.options import page_name
 from vmem_bench.sglang import tables as sglang
 from vmem_bench.vllm import picture
 
@@ -145,10 +146,12 @@ def load_table(run: Result) -> Iterator[str]:
         for kind in ("tensor", "pipeline")
         if (count := options.get(f"{kind}_parallel", 1)) > 1
     )
+    pages = ""  # older results do not have the size that the engine chose
+    if "pages" in options:
+        pages = f" on pages of {page_name(options['pages']['elastic'])}"
     yield (
         f"vLLM {options['vllm']}, {options['shape']}'s shape, {split}"
-        f"blocks of {options['block_size']} "
-        f"tokens on pages of {options['page'] >> 10} KB, {title(run)}:"
+        f"blocks of {options['block_size']} tokens{pages}, {title(run)}:"
     )
     yield ""
     head += ["p99", "inter-token p50 ms", "p99", "answers identical to stock's"]
@@ -309,7 +312,8 @@ def rough_table(run: Result) -> Iterator[str]:
         counts = (done["value"], *(done[key] for key in ("aborted", "resets", "trims", "steps")))
         equal = f"{same['value']:,} of {same['of']:,}" if same else ""
         body.append([engine, *(f"{one:,}" for one in counts), equal])
-    yield f"Requests that arrive and are aborted at random; {heading(run)}"
+    kernels = ", batch-invariant kernels" if run["options"].get("batch_invariant") else ""
+    yield f"Requests that arrive and are aborted at random{kernels}; {heading(run)}"
     yield ""
     head = ["engine", "answered", "aborted", "prefixes reset", "memory trimmed", "steps"]
     yield from table([*head, "answers identical to stock's"], body)

@@ -37,7 +37,7 @@ def bench(tmp_path: Path) -> Any:
     return run
 
 
-def test_elastic_and_stock(bench: Any) -> None:
+def test_elastic_and_stock(bench: Any, tmp_path: Path) -> None:
     rows, part = bench("load", "--rounds", "2", "--requests", "6", "--beside", "128K")
     for arm in ("stock", "elastic", "stock again", "elastic 128K"):
         for rate in ("0", "6"):
@@ -46,6 +46,8 @@ def test_elastic_and_stock(bench: Any) -> None:
             assert len(rows[f"rate/{rate}/{arm}"]["rounds"]) == 2
     assert 0 < rows["rest/mapped"]["value"] < rows["peak"]["value"]
     assert [one["id"] for one in part["missing"]] == ["load/rest/held"]
+    pages = json.loads((tmp_path / "vllm.json").read_text())["options"]["pages"]
+    assert pages == {"elastic": 64 << 10, "elastic 128K": 128 << 10}
 
 
 def test_answers_depend_on_keys_and_values(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:

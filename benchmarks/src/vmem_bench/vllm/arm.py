@@ -382,7 +382,16 @@ def main() -> int:
         llm = _engine(options)
         transfers.install()
         scheduler = llm.llm_engine.vllm_config.scheduler_config.scheduler_cls
-        say({"ready": True, "scheduler": str(scheduler), "version": vllm.__version__})
+        elastic = _elastic(llm)
+        page = elastic.backing.geometry.page_size if elastic is not None else 0
+        say(
+            {
+                "ready": True,
+                "scheduler": str(scheduler),
+                "page": page,
+                "version": vllm.__version__,
+            }
+        )
         for order in orders:
             say(_answer(llm, order))
     return 0

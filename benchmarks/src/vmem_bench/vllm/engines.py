@@ -381,12 +381,14 @@ class Fleet:
         return new
 
     def _check(self, name: str, plan: Plan, said: Mapping[str, Any]) -> None:
-        """Checks that a ready engine runs the scheduler of its plan.
+        """Checks that a ready engine runs the scheduler of its plan, and records its page size.
 
         Raises:
             WrongResult: it runs a different scheduler.
         """
         scheduler = said["scheduler"]
+        if plan.elastic:
+            self.command.record.options.setdefault("pages", {})[name] = said["page"]
         self.command.show(f"{name}: ready, scheduler {scheduler}")
         if ("Elastic" in scheduler) != plan.elastic:
             raise WrongResult(f"the engine {name} runs the scheduler {scheduler}")
