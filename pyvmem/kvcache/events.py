@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Events that mark the caller's GPU work at the time of a call.
+"""Events that mark the GPU work that the caller had launched at the time of a call.
 
 A stream may get more work after a `free_reqid`. Reclaiming must not wait for that work, so the call
 records an event. An event (or an `FdEvent`) that the caller passes is used as is.
@@ -59,7 +59,7 @@ def record(stream: Any, device: int | None) -> Any:
     Args:
         stream: an object that stands for GPU work (streams.py); on the host, None and streams are
             ignored.
-        device: CUDA ordinal of the cache, None on host.
+        device: the cache's CUDA ordinal; None on the host.
 
     Raises:
         NotGpuWork: `stream` does not stand for GPU work. InvalidArgument: the stream is being
@@ -76,7 +76,7 @@ class PriorWork:
     Args:
         stream: an object that stands for GPU work (streams.py); a `PriorWork` is returned
             unchanged.
-        device: CUDA ordinal of the cache, None on host.
+        device: the cache's CUDA ordinal; None on the host.
 
     Attributes:
         over: True if the work is known to be complete; always True on the host, except for an

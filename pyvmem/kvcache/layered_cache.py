@@ -32,12 +32,12 @@ class LayeredCache(KVCache):
     in units that fill whole pages in every group (prefix_cache.py).
 
     Args:
-        layers: the shape of each layer's data, in the model's order; a `StateShape` for a layer
-            with a state, an `EmptyShape` for a layer that stores nothing.
+        layers: the shape of each layer's data, in model order; a `StateShape` for a stateful
+            layer, an `EmptyShape` for a layer that stores nothing.
         context: as for `KVCache`.
         backend: as for `KVCache`.
         device: as for `KVCache`.
-        budget: memory to share with other caches of its context; None: a new budget of
+        budget: memory to share with other caches in its context; None: a new budget of
             `memory_limit` bytes.
         **policy: fields of `KVCacheConfig` that `LayerShape` does not have, for all groups.
             `group_size` must divide the number of layers of each class.
@@ -148,14 +148,14 @@ def cache_of(
     budget: Budget | None = None,
     **policy: Any,
 ) -> KVCache:
-    """Creates a `KVCache` if all layers are the same, or else a `LayeredCache`.
+    """Creates a `KVCache` if all layers are the same, otherwise a `LayeredCache`.
 
     Takes the arguments of `LayeredCache`.
     """
     layers = [*layers]
     counts = classes_of(layers)[0]
     policy_of(policy)
-    if list(counts.values()) == [len(layers)]:  # one kind of layer, and no empty one
+    if list(counts.values()) == [len(layers)]:  # one kind of layer, none empty
         (kind,) = counts
         config = KVCacheConfig(num_layers=len(layers), **{**policy, **kind.fields()})
         return KVCache(config, context, backend, device, budget)
