@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Checks whether requests fit and how much memory they lack, without changing any pages."""
+"""Checks whether requests fit and how much memory is missing, without changing any pages."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _matches(
 ) -> list[PrefixMatch | None]:
     """Validates the matches and renews their leases.
 
-    Returns one match (or None) per length, or an empty list if there are no matches.
+    Returns one match (or None) per length, or an empty list if `matches` is None.
     """
     if matches is None:
         return []

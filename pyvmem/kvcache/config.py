@@ -25,8 +25,8 @@ __all__ = [
 ]
 
 AHEAD_TOKENS = 8
-"""Value of `KVCacheConfig.ahead_tokens` that engines and plugins use; at 20 ms per token, enough to
-hide a driver call that stalls for 100 ms."""
+"""The `KVCacheConfig.ahead_tokens` that engines and plugins use; at 20 ms per token, enough to hide
+a driver call that stalls for 100 ms."""
 
 PREFILL_TOKENS = 16
 """A step that adds more tokens than this to a request counts as a prefill or a chunk of a prefill;
@@ -84,7 +84,7 @@ class KVCacheConfig:
         num_layers: layers of the model that have keys and values.
         num_kv_heads: number of key/value heads per layer (on this device).
         head_dim: number of elements per head.
-        dtype: element type: a name (see `DTYPE_BYTES`) or a `torch.dtype`.
+        dtype: element type, as a name (see `DTYPE_BYTES`) or a `torch.dtype`.
         max_batch: number of slots, which caps the number of concurrent requests.
         max_seq_len: maximum number of tokens in a slot; address space is reserved for all of them.
         page_size: page size in bytes, a power of two; 0: the context's granule.
@@ -132,13 +132,13 @@ class KVCacheConfig:
             of small pages can become one large mapping.
         memory_floor: bytes that the other caches in the `Budget` must leave for this cache.
         host_limit: maximum host memory that `KVCache.move` uses, in bytes, for all layers together;
-            0: only the machine's limit.
+            0: limited only by the machine.
         peer_limit: the same for memory on all peer devices together.
         host_prefixes: maximum host memory for evicted prefixes, in bytes, for all layers together;
             0: their rows are lost. The least recently used prefixes make room for others, and
             `KVCache.alloc_prefix` copies prefixes back. The memory is allocated when needed,
             page-locked if the cache is on a GPU, and kept until the cache is closed. Requires
-            numpy; cannot be used with a window, a state or several ranks.
+            numpy; cannot be used with a window, a state or multiple ranks.
         max_mappings: limit on the mappings of the context that the cache opens (`Context`); 0: the
             context's default. Set it if several caches run on one machine, since their defaults may
             add up to more than the driver allows.
@@ -291,7 +291,7 @@ class KVCacheConfig:
         Args:
             config: a transformers ``PreTrainedConfig`` (or any object with its attributes); for a
                 multi-modal model, the part that ``get_text_config`` returns.
-            **overrides: fields of this class that replace the model's own values.
+            **overrides: fields of this class that override the model's own values.
 
         Raises:
             InvalidArgument: an attribute is missing and was not overridden, or a value is invalid.

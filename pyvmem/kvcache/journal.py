@@ -14,8 +14,8 @@ context. So while a call runs, the journal holds, oldest first:
                                          ^ did not happen: everything is undone back to the last
                                            ACT that did; then the aborts before it run
 
-An interrupted call is recovered while the exception propagates, or else by the next call:
-`Journal.recover` may itself be interrupted at any point, and then continues where it stopped.
+An interrupted call is recovered while the exception propagates, or failing that, by the next
+call: `Journal.recover` may itself be interrupted at any point, and continues where it left off.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Recoverable(Protocol):
 
 
 class Journal:
-    """The undo log of all caches that use the same lock; only the lock's holder may use it.
+    """The undo log of all caches that share a lock; only the lock's holder may use it.
 
     Use it as a context manager around each call of a cache. If a `VMemError` leaves the block, the
     code that raised it has already restored the records. After any other exception, the journal

@@ -78,8 +78,8 @@ class Layout:
         entries: True if the context has 2 MiB entries for small pages (`Caps.LARGE_ENTRIES`).
 
     Raises:
-        InvalidArgument: the cache needs more address space than a process has; or packed slots are
-            not a multiple of the page size or, with `entries`, of 2 MiB.
+        InvalidArgument: the cache needs more address space than a process has; or the size of
+            packed slots is not a multiple of the page size or, with `entries`, of 2 MiB.
     """
 
     def __init__(self, config: KVCacheConfig, page_size: int, entries: bool = False) -> None:
@@ -140,7 +140,7 @@ class Layout:
     def pages_for(self, seq_len: int) -> int:
         """Returns how many pages per tensor `seq_len` tokens need.
 
-        This includes the rows after them that decoding over-reads.
+        This includes the rows past them that decoding may read.
         """
         if seq_len <= 0:
             return 0

@@ -175,7 +175,7 @@ class Scratch:
         """Returns an unmapped range of at least `nbytes`, freed after the call unless recorded.
 
         Raises:
-            VMemError: no addresses are available.
+            VMemError: no address space is available.
         """
         if self._full:
             self.retry()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Moves and promotion: replacing the pages behind a running request's unchanged addresses.
+"""Moves and promotion: replacing a running request's pages while its addresses stay the same.
 
 A *move* has two phases. First, new pages are mapped at scratch addresses and the old pages are
 copied to them, after the work that writes the rows; the GPU may keep reading the old pages. Then,
@@ -10,7 +10,7 @@ when no work is running, one batch replaces the old pages with the new ones:
     scratch   | new | new | new |          |     |     |     |
 
 The scratch addresses hold the tensors one after another, each with the slot's pages from `first`
-on. Until the second phase is complete, both copies count as memory of the cache.
+on. Until the second phase is complete, both copies count toward the cache's memory.
 
 *Promotion* maps a 2 MiB block of every tensor with one entry in the GPU's page tables. Pages that
 are already physically contiguous (a growing slot prefers 2 MiB chunks that it does not share) are
@@ -41,7 +41,7 @@ from pyvmem.memory.pages import Ticket
 __all__ = ["Mover", "Promoter"]
 
 REACH = 8 << 30
-"""Bytes that a GPU's TLBs cover with 64 KB entries (benchmarks/kernels, with a full GPU). In a
+"""Bytes that a GPU's TLBs cover with 64 KB entries (benchmarks/kernels, on a full card). In a
 smaller cache, larger entries save no time, while joining costs some."""
 
 _log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Mover:
     """The moves of a group, at most one per slot. The caller holds the cache's lock.
 
     Attributes:
-        moves: for each slot, the move that has started but not yet replaced the pages.
+        moves: for each slot, the move that has started but has not replaced the pages yet.
         cancelled: cancelled moves, whose scratch pages are freed once the copies are complete.
         joined: for each slot index, the joined blocks that have not changed since: the first page
             of each, with the number of blocks that the slot had when it was joined.
@@ -331,7 +331,7 @@ class Mover:
     def _take_out(
         self, move: Move, edits: list[list[Any]], ops: OpBatch | None, after: list[Any]
     ) -> None:
-        """Removes a move from the records in one change with `edits` and, if given, a batch."""
+        """Removes a move from the records, in one change with `edits` and, if given, a batch."""
         addresses, slot = move.addresses, move.slot
         left = [one for one in self.cancelled if one is not move]
         edits = [*edits, [move, "addresses", None], [self, "cancelled", left]]

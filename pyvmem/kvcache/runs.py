@@ -11,7 +11,7 @@ So a request that needs a page gets more than it needs:
 The surplus is mapped but unowned (slots.py): a later step grants it without a driver call, and when
 memory is short it is unmapped like the pages of a free slot. No call fails because of it.
 
-The length of a run is a power of two:
+The length of a run, a power of two, is:
 
 - a fraction of the request's pages (`KVCacheConfig.growth_fraction`);
 - once an eighth of the mappings is used, long enough for the remaining mappings to cover at least

@@ -16,7 +16,7 @@ __all__ = ["CacheStats", "Counters", "SlotInfo", "together"]
 
 @dataclass(frozen=True)
 class CacheStats:
-    """State and counters of a `KVCache`. Bytes are physical memory, times are in nanoseconds.
+    """State and counters of a `KVCache`. Bytes are physical memory; times are in nanoseconds.
 
     Calls and background batches are counted when complete: for a call that is rejected, fails or is
     interrupted, only the work that it did is counted.
@@ -191,7 +191,7 @@ def together(each: Sequence[CacheStats], room: int) -> CacheStats:
 
     The `_SAME` fields are not summed but taken from the first group.
 
-    `room` is the number of pages in the budget that are free for the groups.
+    `room` is the number of pages that the budget has free for the groups.
     """
     first = each[0]
     if len(each) == 1:

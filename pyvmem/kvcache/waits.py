@@ -103,12 +103,12 @@ def clear(manager: Manager, find_blockers: FindBlockers) -> None:
 
 
 def _work(events: list[Any]) -> Blockers:
-    """Lists the GPU work before these events that may not be complete."""
+    """Lists the GPU work marked by these events that may still be running."""
     return [partial(wait_for, event) for event in prune(events)]
 
 
 def _job(slot: Slot) -> Blockers:
-    """Lists the slot's batch in flight and the earlier owners' work that a growth must wait for."""
+    """Lists the slot's in-flight batch and the earlier owners' work that a growth must wait for."""
     job = slot.job
     if job is None:
         return []
@@ -120,7 +120,7 @@ def _job(slot: Slot) -> Blockers:
 
 
 def _own(group: Group, slot: Slot) -> Blockers:
-    """Lists the slot's batch in flight and the copies of its move."""
+    """Lists the slot's in-flight batch and the copies of its move."""
     move = group.mover.moves.get(slot)
     if move is not None and move.ticket is not None and not move.done():
         return [*_job(slot), QuietTicket(move.ticket).wait]

@@ -140,7 +140,7 @@ class Window:
         return found
 
     def _parted(self, slot: Slot, head: int) -> tuple[int, int]:
-        """Returns the last page up to `head` that is not inside a 2 MiB entry, and the next one."""
+        """Returns the last page up to `head` not inside a 2 MiB entry, and the next page to try."""
         if head < slot.large_end and head % slot.block:  # inside a 2 MiB entry
             head -= head % slot.block
             return head, head + slot.block
