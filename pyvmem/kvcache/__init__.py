@@ -8,7 +8,7 @@ The modules in import order; each imports only from those above it:
     journal, mapper         the undo log; all mapping calls to the context
     pages, slots, stats     the records: refcounts of pages, slots and batches, counters
     reclaim                 victims, and unmapping in the background
-    migration, window       replacing the pages behind addresses; sliding windows
+    migration, window       replacing the pages behind an address; sliding windows
     runs, growth            run lengths; mapping pages for requests
     sharing                 pages mapped in several slots
     prefix_tree             a radix tree over token ids
@@ -18,16 +18,16 @@ The modules in import order; each imports only from those above it:
     integrity               statistics and consistency checks
     manager                 a cache's groups and their lock
     requests, mappings      allocating and releasing slots; a report of who holds driver mappings
-    steps, admission        pages for the next tokens; queries whether requests fit
-    truncation, forks       dropping rows; requests that begin with another's rows
-    tiers, swap             moving pages to other tiers; swapping rows to host memory
-    prefix_alloc            requests that begin with a recorded prefix
-    trim, idle              returning memory, in a call or in a thread
+    steps, admission        pages for the next tokens; whether requests would fit
+    truncation, forks       dropping rows; requests that start from another's rows
+    tiers, swap             moving pages between tiers; swapping rows to host memory
+    prefix_alloc            requests that start from a recorded prefix
+    trim, idle              returning memory, in a call or from a thread
     common_pages            pages mapped in every slot
     waits                   blockers that a call waits for before it takes the lock
     facets                  KVCache's attributes memory, slots and internals
     cache                   KVCache: the documented interface, which takes the lock
-    layered_cache           LayeredCache: layers of several shapes
+    layered_cache           LayeredCache: layers with different shapes
     distributed             the same cache on several ranks
 """
 

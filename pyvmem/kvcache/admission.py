@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Checks whether requests fit and how much memory they lack, without changing any pages."""
+"""Checks whether requests fit and how much memory is missing, without changing any pages."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _matches(
 ) -> list[PrefixMatch | None]:
     """Validates the matches and renews their leases.
 
-    Returns one match (or None) per length, or an empty list if there are no matches.
+    Returns one match (or None) per length, or an empty list if `matches` is None.
     """
     if matches is None:
         return []
@@ -72,7 +72,7 @@ def _matches(
 def _find_mappings(groups: Sequence[Group], each: list[list[int]]) -> bool:
     """Returns whether the context has enough mappings left for new requests.
 
-    `each` holds the requests' page counts for every group.
+    `each` holds, for each group, the requests' page counts.
     """
     need = sum(group.pager.runs.needed(pages) for group, pages in zip(groups, each, strict=True))
     runs = groups[0].pager.runs
@@ -85,8 +85,8 @@ def _find_mappings(groups: Sequence[Group], each: list[list[int]]) -> bool:
 def _context_has(group: Group, need: int) -> bool:
     """Returns whether the context's pool and its device can supply `need` bytes.
 
-    `need` must not include what the groups' own idle pages cover. The bytes that other caches in
-    the budget can give up are subtracted here.
+    `need` must already exclude what the groups' own idle pages cover; what other caches in the
+    budget can give up is subtracted here.
     """
     share, context = group.reclaimer.share, group.context
     if share is not None:
@@ -145,7 +145,7 @@ def is_ready(groups: Sequence[Group], reqid: int, seq_len: int) -> bool:
 
 
 def _length(group: Group, seq_len: int) -> int:
-    """Validates a number of tokens; raises InvalidArgument if a slot cannot hold that many."""
+    """Validates `seq_len`; raises InvalidArgument unless a slot can hold that many tokens."""
     length, longest = operator.index(seq_len), group.config.max_seq_len
     if not 0 <= length <= longest:
         raise invalid(f"seq_len {length} is not between 0 and {longest}", limit=longest)
@@ -155,7 +155,7 @@ def _length(group: Group, seq_len: int) -> int:
 def free_pages(groups: Sequence[Group]) -> int:
     """Implements `CacheMemory.num_free_pages`.
 
-    A plain sum over the groups would count the budget's room once for every group.
+    Simply adding up the groups would count the budget's room once per group.
     """
     for group in groups:
         group.reclaimer.poll()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Checks arguments; the errors name `KVCache` as the operation."""
+"""Argument checks whose errors name `KVCache` as the operation."""
 
 from __future__ import annotations
 

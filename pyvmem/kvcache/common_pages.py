@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Maps the same first pages in all slots (for vAttention's artifact)."""
+"""Maps the same pages at the start of every slot (for vAttention's artifact)."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _WRITER = 0
 
 
 class CommonPages:
-    """The first pages that all slots share; returned by `CacheSlots.map_common_pages`.
+    """The shared pages that every slot starts with; see `CacheSlots.map_common_pages`.
 
         reqid 0   | common, writable  | its own ...
         reqid 1   | common, read-only | its own ...
 
-    vAttention's artifact maps these pages writable in every slot, merely to show that several
-    requests can share a page. Here a write faults, except through slot 0.
+    vAttention's artifact maps these pages writable in every slot, just to show that several
+    requests can share a page. Here, writes fault except through slot 0.
 
     `renew` ends a slot's request and leaves only the common pages in the slot.
 
@@ -84,7 +84,7 @@ class CommonPages:
                     group.sharing.empty(one)
                 if others:
                     lend([Loan(group, one, self._span, 0) for one in others])
-            except VMemError:  # after any other exception the journal undoes everything
+            except VMemError:  # on any other exception, the journal undoes everything
                 free(groups, _WRITER, None, None, None)
                 raise
             self.idle = set(range(config.max_batch))

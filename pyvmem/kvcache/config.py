@@ -25,8 +25,8 @@ __all__ = [
 ]
 
 AHEAD_TOKENS = 8
-"""Value of `KVCacheConfig.ahead_tokens` that engines and plugins use; at 20 ms per token, enough to
-hide a driver call that stalls for 100 ms."""
+"""The `KVCacheConfig.ahead_tokens` that engines and plugins use; at 20 ms per token, enough to hide
+a driver call that stalls for 100 ms."""
 
 PREFILL_TOKENS = 16
 """A step that adds more tokens than this to a request counts as a prefill or a chunk of a prefill;
@@ -38,7 +38,7 @@ MOST_SLOTS, LONGEST = 1 << 16, 1 << 30
 MOST_BYTES = 1 << 62
 """Upper bound for memory limits, in bytes."""
 
-# Sanity limits, far above any model, checked before any arithmetic or address reservation.
+# Sanity limits far beyond any model, checked before any arithmetic or address reservation.
 _BOUNDS = {
     "num_layers": (1, 1 << 14),
     "num_kv_heads": (1, 1 << 16),
@@ -72,29 +72,29 @@ _SWITCHES = (
 
 @dataclass(frozen=True, repr=False)
 class KVCacheConfig:
-    """Shape, limits and policy of a `KVCache`. Checked on construction.
+    """Shape, limits and policy of a `KVCache`. Validated on construction.
 
     Most engines set the model's shape, `max_batch`, `max_seq_len` and perhaps `memory_limit`. The
-    other fields are keyword-only: for models (`tensors_per_layer` to `state`), for kernels that
-    read past the mapped rows (`overread_rows` to `packed_slots`), further limits (`memory_floor` to
-    `max_mappings`), and policy: when memory is mapped, kept and returned. The `repr` shows fields
-    that differ from the defaults.
+    other fields are keyword-only. They describe the model (`tensors_per_layer` to `state`),
+    accommodate kernels that read past the mapped rows (`overread_rows` to `packed_slots`), set
+    further limits (`memory_floor` to `max_mappings`), and control when memory is mapped, kept and
+    returned (the rest). The `repr` shows only fields that differ from their defaults.
 
     Attributes:
         num_layers: layers of the model that have keys and values.
         num_kv_heads: number of key/value heads per layer (on this device).
         head_dim: number of elements per head.
-        dtype: element type: a name (see `DTYPE_BYTES`) or a `torch.dtype`.
-        max_batch: number of slots, which limits concurrent requests.
-        max_seq_len: maximum number of tokens in a slot; addresses are reserved for all of them.
+        dtype: element type, as a name (see `DTYPE_BYTES`) or a `torch.dtype`.
+        max_batch: number of slots, which caps the number of concurrent requests.
+        max_seq_len: maximum number of tokens in a slot; address space is reserved for all of them.
         page_size: page size in bytes, a power of two; 0: the context's granule.
         group_size: number of layers that share one K and one V tensor, a divisor of `num_layers`.
             1: each layer has its own tensors; `num_layers`: vAttention's megacache. A row of a
             tensor is ``group_size * num_kv_heads * head_dim`` elements. If layers share a tensor in
             a cache of more than 8 GiB, decode attention with 64 KB page table entries takes 1.1 to
             9.4 times as long (benchmarks/kernels, on a full card). Attention over whole 2 MiB
-            blocks does not, if the context has `pyvmem.Caps.LARGE_ENTRIES`. `pyvmem.layouts.advise`
-            takes this into account.
+            blocks does not slow down if the context has `pyvmem.Caps.LARGE_ENTRIES`.
+            `pyvmem.layouts.advise` takes this into account.
         memory_limit: maximum physical memory of the cache, in bytes, rounded down to pages. 0: 90%
             of the GPU's free memory at creation (on the host, all available memory), but no more
             than the `mem_limit` of a context passed in.
@@ -103,7 +103,7 @@ class KVCacheConfig:
         window: number of tokens that every layer attends to, including the current token; 0: all.
             Pages of rows before the window are unmapped while a request runs, and no kernel may
             read them. A `step` that grows a request assumes that all earlier work on its rows was
-            launched on the step's stream. The window that ends with a request's last full sharing
+            launched on the step's stream. The window that ends at a request's last full sharing
             unit (`KVCache.sharing_unit`) also stays mapped, so that its rows can be recorded as a
             prefix.
         window_tile: number of rows before the window that stay mapped. Must cover the rows
@@ -119,8 +119,8 @@ class KVCacheConfig:
             `PREFILL_TOKENS` tokens to a request maps them, zeroed or with the request's own
             contents; the request then grows into them. They count as waste in every report.
             `KVCache.truncate` to the current length releases them.
-        overread_decode: map `overread_rows` past the length in every step, for a kernel that also
-            reads whole tiles in decoding.
+        overread_decode: map `overread_rows` past the length on every step, for a kernel that also
+            reads whole tiles when decoding.
         sparse: reads of unmapped rows return zeros, if the back end supports that
             (`pyvmem.Caps.SPARSE`). Writes there fault (host) or are dropped (GPU). Only with
             `pyvmem.Caps.SPARSE_ATOMIC` may a kernel read past the mapped rows while memory grows
@@ -132,13 +132,13 @@ class KVCacheConfig:
             of small pages can become one large mapping.
         memory_floor: bytes that the other caches in the `Budget` must leave for this cache.
         host_limit: maximum host memory that `KVCache.move` uses, in bytes, for all layers together;
-            0: only the machine's limit.
-        peer_limit: the same, for the memory of all peer devices together.
-        host_prefixes: host memory for evicted prefixes, in bytes, for all layers together; 0: their
-            rows are lost. The least recently used prefixes make room for others, and
+            0: limited only by the machine.
+        peer_limit: the same for memory on all peer devices together.
+        host_prefixes: maximum host memory for evicted prefixes, in bytes, for all layers together;
+            0: their rows are lost. The least recently used prefixes make room for others, and
             `KVCache.alloc_prefix` copies prefixes back. The memory is allocated when needed,
             page-locked if the cache is on a GPU, and kept until the cache is closed. Requires
-            numpy; cannot be used with a window, a state or several ranks.
+            numpy; cannot be used with a window, a state or multiple ranks.
         max_mappings: limit on the mappings of the context that the cache opens (`Context`); 0: the
             context's default. Set it if several caches run on one machine, since their defaults may
             add up to more than the driver allows.
@@ -154,9 +154,9 @@ class KVCacheConfig:
             background while memory is ample and nothing else is being mapped.
         low_watermark: a fraction from 0 to 1. While less than this fraction of the memory is free,
             pages of free slots are unmapped in the background, least recently used first.
-        growth_fraction: while memory is ample, a request that needs a page gets more pages at once,
-            up to this fraction of the pages it has, rounded to a power of two and at most 2 MiB per
-            tensor. This saves driver calls and mappings. Pages beyond its need are mapped but
+        growth_fraction: while memory is ample, a request that needs a page gets several at once, up
+            to this fraction of the pages it has, rounded to a power of two and at most 2 MiB per
+            tensor. This saves driver calls and mappings. Pages beyond what it needs are mapped but
             unowned (`CacheStats`: cached); the request gets them next, and they are unmapped when
             memory is short. If mappings run out before memory (`ContextInfo.max_mappings`), runs
             get longer automatically. 0: one page at a time, regardless of the limit.
@@ -178,7 +178,7 @@ class KVCacheConfig:
             about to use its free memory, and never on several ranks, which have no common clock.
         idle_prefixes: when idle, also evict recorded prefixes.
         idle_compact: when idle, also compact live pages, so that the memory between them returns to
-            the device, slab by slab: an incoming call waits for one slab at most. None: only while
+            the device, slab by slab: an incoming call waits for at most one slab. None: only while
             no request is active, or if all lengths in the last `step` were 0, so that nothing can
             be reading the pages that move. (A request that was in the last step may have work
             queued on the GPU, or about to be launched, for as long as its prefill takes.) True:
@@ -276,22 +276,22 @@ class KVCacheConfig:
 
     @property
     def row_bytes(self) -> int:
-        """Size in bytes of a token's row in one tensor, over all layers that share the tensor."""
+        """Size in bytes of a token's row in one tensor, across all layers that share the tensor."""
         return self.group_size * self.num_kv_heads * self.head_dim * self.itemsize
 
     @classmethod
     def from_hf(cls, config: Any, **overrides: Any) -> KVCacheConfig:
         """Returns the configuration for a transformers model whose layers all have the same shape.
 
-        If every layer has a sliding window, `window` is the model's; if only some have, all rows
+        If every layer has a sliding window, `window` is the model's; if only some do, all rows
         are kept (`layer_shapes` distinguishes the layers, for `LayeredCache`). An MLA model gets
         one tensor per layer, for the latent. (transformers' own code stores keys and values
         instead: for that, pass `num_kv_heads`, `head_dim` and `tensors_per_layer`.)
 
         Args:
-            config: a transformers ``PreTrainedConfig`` (or anything with its attributes); for a
+            config: a transformers ``PreTrainedConfig`` (or any object with its attributes); for a
                 multi-modal model, the part that ``get_text_config`` returns.
-            **overrides: fields of this class that replace the model's own values.
+            **overrides: fields of this class that override the model's own values.
 
         Raises:
             InvalidArgument: an attribute is missing and was not overridden, or a value is invalid.

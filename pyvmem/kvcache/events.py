@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Events that mark the caller's GPU work at the time of a call.
+"""Events that mark the GPU work that the caller had launched at the time of a call.
 
 A stream may get more work after a `free_reqid`. Reclaiming must not wait for that work, so the call
 records an event. An event (or an `FdEvent`) that the caller passes is used as is.
@@ -57,12 +57,12 @@ def record(stream: Any, device: int | None) -> Any:
     """Returns an event for all work on `stream` so far, or None if there is none to wait for.
 
     Args:
-        stream: an object that stands for GPU work (streams.py); on the host, None and streams are
+        stream: an object that represents GPU work (streams.py); on the host, None and streams are
             ignored.
-        device: CUDA ordinal of the cache, None on host.
+        device: the cache's CUDA ordinal; None on the host.
 
     Raises:
-        NotGpuWork: `stream` does not stand for GPU work. InvalidArgument: the stream is being
+        NotGpuWork: `stream` does not represent GPU work. InvalidArgument: the stream is being
             captured. BadHandle: the file descriptor is closed.
     """
     return PriorWork(stream, device).record()
@@ -74,16 +74,16 @@ class PriorWork:
     The kind of work is determined when the call begins; the event is recorded once.
 
     Args:
-        stream: an object that stands for GPU work (streams.py); a `PriorWork` is returned
+        stream: an object that represents GPU work (streams.py); a `PriorWork` is returned
             unchanged.
-        device: CUDA ordinal of the cache, None on host.
+        device: the cache's CUDA ordinal; None on the host.
 
     Attributes:
         over: True if the work is known to be complete; always True on the host, except for an
             `FdEvent`.
 
     Raises:
-        NotGpuWork: `stream` does not stand for GPU work.
+        NotGpuWork: `stream` does not represent GPU work.
     """
 
     __slots__ = ("_device", "_event", "_work", "over")
@@ -135,7 +135,7 @@ class PriorWork:
         return self._event
 
     def pending(self) -> list[Callable[[], None]]:
-        """Returns the functions to call to wait for the work; empty if it is complete."""
+        """Returns functions that wait for the work; none if it is complete."""
         event = self.record()
         self.over = event is None or is_over(event)
         return [] if self.over else [self.wait]
@@ -148,7 +148,7 @@ class PriorWork:
 
 
 def is_over(event: Any) -> bool:
-    """Returns whether the work before an event returned by `record` is complete."""
+    """Returns whether the work marked by an event from `record` is complete."""
     if isinstance(event, FdEvent):
         poll = select.poll()
         poll.register(work_of(event, "event").handle, select.POLLIN)
@@ -158,12 +158,12 @@ def is_over(event: Any) -> bool:
 
 
 def prune(events: list[Any]) -> list[Any]:
-    """Returns the events whose work may not be complete yet."""
+    """Returns the events whose work may still be running."""
     return [event for event in events if not is_over(event)] if events else events
 
 
 def wait_for(event: Any) -> None:
-    """Waits until the work before an event returned by `record` is complete."""
+    """Waits until the work marked by an event from `record` is complete."""
     if event is None:
         return
     if isinstance(event, FdEvent):
@@ -180,7 +180,7 @@ def order_after(event: Any, stream: Any, device: int | None) -> None:
     is an `FdEvent`, or on the host (`device` None), the CPU waits instead.
 
     Raises:
-        NotGpuWork: `stream` does not stand for GPU work. InvalidArgument: it is being captured.
+        NotGpuWork: `stream` does not represent GPU work. InvalidArgument: it is being captured.
     """
     work = work_of(stream)
     if device is None or not work.is_stream or isinstance(event, FdEvent):

@@ -55,7 +55,7 @@ class CacheMemory(Facet):
             return admission.free_pages(self._open())
 
     def for_request(self, reqid: int | None, seq_len: int, match: PrefixMatch | None = None) -> int:
-        """Returns how many more bytes, over all tensors, a request needs to hold `seq_len` tokens.
+        """Returns how many more bytes, in all tensors, a request needs to hold `seq_len` tokens.
 
         Args:
             reqid: a slot in use; None: a request that has no slot yet.
@@ -64,7 +64,7 @@ class CacheMemory(Facet):
                 are not counted.
 
         Raises:
-            InvalidArgument: no such reqid, it is free, or a length out of range.
+            InvalidArgument: the reqid does not exist or is free, or a length is out of range.
         """
         with self._lock, self._journal:
             pages = admission.missing(self._open(), reqid, seq_len, match)
@@ -81,8 +81,8 @@ class CacheMemory(Facet):
     def for_truncate(self, reqid: int, length: int) -> int:
         """Returns the number of bytes that `truncate` to `length` tokens needs for copies.
 
-        Raises InvalidArgument for a reqid that does not exist or is free, and for more tokens
-        than it holds.
+        Raises InvalidArgument if the reqid does not exist, is free, or holds fewer than `length`
+        tokens.
         """
         with self._lock, self._journal:
             return truncation.copied(self._open(), reqid, operator.index(length))
@@ -90,14 +90,14 @@ class CacheMemory(Facet):
     def for_fork(self, reqid: int, count: int, length: int) -> int:
         """Returns the number of bytes that `fork_many` needs for pages that cannot be shared.
 
-        Raises InvalidArgument for a reqid that does not exist or is free, and for more tokens
-        than it holds.
+        Raises InvalidArgument if the reqid does not exist, is free, or holds fewer than `length`
+        tokens.
         """
         with self._lock, self._journal:
             return forks.forked(self._open(), reqid, operator.index(count), operator.index(length))
 
     def obtainable(self) -> tuple[int, int]:
-        """Returns how many bytes requests could still get, and how many the cache may use at most.
+        """Returns how many bytes requests could still get, and the most that the cache may use.
 
         The first number counts free and reclaimable memory, including recorded prefixes that no
         request uses.
@@ -127,7 +127,7 @@ class CacheMemory(Facet):
             self._journal.change([[group.reclaimer, "limit", count]])
 
     def reclaim_free(self, keep: Collection[int] = (), *, wait: bool = False) -> None:
-        """Unmaps the pages of free slots in the background, after their earlier owners' GPU work.
+        """Unmaps free slots' pages in the background, once their last owners' GPU work is done.
 
         Args:
             keep: reqids whose pages stay mapped.
@@ -168,14 +168,14 @@ class CacheSlots(Facet):
 
     @property
     def num_free(self) -> int:
-        """The number of slots that requests could get."""
+        """The number of slots available to new requests."""
         with self._lock, self._journal:
             groups = self._open()
             requests.sync_free_slots(groups)
             return groups[0].table.free_count
 
     def owner(self, reqid: int) -> int | None:
-        """Returns a slot's owner number, which changes with every owner; None if the slot is free.
+        """Returns a slot's owner number, which changes with each owner; None if the slot is free.
 
         `owner`, `owners` and `seq_len` are for callers that keep their own records of requests:
         they only read plain fields, so they work even while the `journal` recovers an interrupted
@@ -201,7 +201,7 @@ class CacheSlots(Facet):
         the minimum over the groups.
 
         Raises:
-            InvalidArgument: no such reqid, or it is free.
+            InvalidArgument: the reqid does not exist or is free.
         """
         with self._lock, self._journal:
             groups = self._open()
@@ -219,7 +219,7 @@ class CacheSlots(Facet):
             seq_len: number of tokens, as in `step`.
 
         Raises:
-            InvalidArgument: no such reqid, it is free, or a length out of range.
+            InvalidArgument: the reqid does not exist or is free, or the length is out of range.
         """
         with self._lock, self._journal:
             return admission.is_ready(self._open(), reqid, seq_len)
@@ -248,12 +248,12 @@ class CacheSlots(Facet):
             return each[0] if len(each) == 1 else list(map(max, *each))
 
     def map_common_pages(self, tokens: int) -> CommonPages:
-        """Maps the same first pages in all slots: writable for reqid 0, read-only for the others.
+        """Maps the same pages at the start of every slot, read-only except for reqid 0.
 
         Allocates every slot. `CommonPages.renew` prepares a slot for its next request.
 
         Args:
-            tokens: number of common rows, rounded up so that the last page ends with a row.
+            tokens: number of common rows, rounded up so that the last page ends on a row boundary.
 
         Raises:
             InvalidArgument: `tokens` is out of range, or a slot is in use. NotSupported: the back
@@ -268,7 +268,7 @@ class Internals(Facet):
     """`KVCache.internals`: for code built on a cache, such as `pyvmem.engine.RequestCache`.
 
     Attributes:
-        lock: held by every call. Re-entrant. ``with internals.lock, internals.journal:`` makes
+        lock: re-entrant; held during every call. ``with internals.lock, internals.journal:`` makes
             several calls atomic: no other thread's call comes in between, and after an asynchronous
             exception (Ctrl-C) all of them are completed or all are undone.
         journal: undoes a call that did not complete. A caller that makes several calls atomic
@@ -307,7 +307,7 @@ class Internals(Facet):
         """Returns the prefixes recorded and evicted since the last call, for `pyvmem.kv_events`.
 
         The first call reports everything recorded and starts collecting changes. The caller must
-        then keep calling, since the changes accumulate otherwise.
+        then keep calling, or the changes accumulate.
 
         Args:
             after: `Change.number` of the last change that the caller has processed, -1 for none.

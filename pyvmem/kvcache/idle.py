@@ -27,8 +27,8 @@ class IdleThread:
     """Trims a cache once per idle period, after `seconds` of idleness.
 
     The thread stops when the cache is closed. An idle engine makes no calls, so calls cannot detect
-    that it is idle. The thread checks a few times within `seconds` whether a request was allocated,
-    freed or stepped, at no cost to those calls. Live pages are compacted slab by slab
+    that it is idle. Instead, the thread checks a few times within `seconds` whether a request was
+    allocated, freed or stepped, at no cost to those calls. Live pages are compacted slab by slab
     (`Context.compact`), with the lock released between slabs: an incoming call waits for one slab
     (at most half of its pages are copied and remapped) and stops the compaction.
 
@@ -73,7 +73,7 @@ class IdleThread:
         self.running = False
 
     def _look(self) -> None:
-        """Trims the cache if there was no activity in the last checks.
+        """Trims the cache if the last few checks saw no activity.
 
         Keeps no reference to the cache between checks.
         """

@@ -142,7 +142,7 @@ def verify(groups: Sequence[Group]) -> None:
 
 
 def check(group: Group) -> list[str]:
-    """Returns a description of each mismatch in a group's records, or with libvmem's records."""
+    """Describes each mismatch within a group's records or between them and libvmem's."""
     found: list[str] = []
     table, pager, reclaimer, layout = group.table, group.pager, group.reclaimer, group.layout
     for slot in table:
@@ -198,7 +198,7 @@ def _check_slot(group: Group, slot: Slot) -> list[str]:
 
 
 def _check_together(groups: Sequence[Group]) -> list[str]:
-    """Returns a description of each inconsistency between groups that have the same requests."""
+    """Returns a description of each inconsistency between groups, which share their requests."""
     found = []
     for place in range(len(groups[0].table)):
         rows = [group.rows[place] for group in groups]
@@ -211,7 +211,7 @@ def _check_together(groups: Sequence[Group]) -> list[str]:
 def _check_pages(group: Group, slot: Slot) -> list[str]:
     """Compares a slot's pages with the context's own view, in every tensor.
 
-    Skips pages that a batch in flight is changing: they may be mapped or not.
+    Skips pages that an in-flight batch is changing: they may or may not be mapped.
     """
     layout = group.layout
     size = layout.page_size
@@ -223,7 +223,7 @@ def _check_pages(group: Group, slot: Slot) -> list[str]:
         end = job.high
     elif isinstance(job, Growth) and not job.granted:
         sure = min([slot.mapped, *(low for other, low, _ in job.pieces if other is slot)])
-    # A stale slot's pages may still have the access rights of its earlier owner.
+    # A stale slot's pages may still have the access rights of its previous owner.
     shared, how = min(slot.shared, sure), "mapped" if slot.writer else "read-only"
     ranges = [
         (0, gone, "not mapped"),

@@ -2,20 +2,20 @@
 """An undo log that keeps a cache's records consistent if an exception occurs at any point.
 
 Ctrl-C, any other signal handler, a test's timeout or MemoryError can raise an exception between any
-two bytecode instructions. A call to the cache is then half done, in its records and in the context.
-So while a call runs, the journal holds, oldest first:
+two bytecode instructions. A call to the cache is then half done, both in its records and in the
+context. So while a call runs, the journal holds, oldest first:
 
-    undo    how to undo edits to the records; may safely be done twice
+    undo    how to undo edits to the records; safe to do twice
     act     a call into the context, with its outcome; if it succeeded, C has made the edits that
             belong to it (`Mapper.commit`)
     abort   how to undo a completed part of the call, such as allocating a slot
 
     | undo undo ACT undo ABORT undo undo ACT undo |
-                                         ^ did not happen: all is undone back to the last ACT
-                                           that did; then the aborts before it are run
+                                         ^ did not happen: everything is undone back to the last
+                                           ACT that did; then the aborts before it run
 
-An interrupted call is recovered while the exception propagates, or else by the next call:
-`Journal.recover` may itself be interrupted at any point, and then continues where it stopped.
+An interrupted call is recovered while the exception propagates, or failing that, by the next
+call: `Journal.recover` may itself be interrupted at any point, and continues where it left off.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ class Recoverable(Protocol):
     """The records of one group, which the journal recovers."""
 
     def failed(self, error: VMemError) -> None:
-        """Records a failure that the next `step` raises."""
+        """Records a failure for the next `step` to raise."""
 
 
 class Journal:
-    """The undo log of all caches that use the same lock; only the lock's holder may use it.
+    """The undo log of all caches that share a lock; only the lock's holder may use it.
 
-    A context manager to put around a cache's call. If a `VMemError` leaves the block, the code that
-    raised it has already restored the records. After any other exception, the journal restores
-    them.
+    Use it as a context manager around each call of a cache. If a `VMemError` leaves the block, the
+    code that raised it has already restored the records. After any other exception, the journal
+    restores them.
 
     Attributes:
         entries: the log; see the module's docstring.

@@ -32,18 +32,18 @@ class LayeredCache(KVCache):
     in units that fill whole pages in every group (prefix_cache.py).
 
     Args:
-        layers: the shape of each layer's data, in the model's order; a `StateShape` for a layer
-            with a state, an `EmptyShape` for a layer that stores nothing.
+        layers: the shape of each layer's data, in model order; a `StateShape` for a stateful
+            layer, an `EmptyShape` for a layer that stores nothing.
         context: as for `KVCache`.
         backend: as for `KVCache`.
         device: as for `KVCache`.
-        budget: memory to share with other caches of its context; None: a new budget of
+        budget: memory to share with other caches in its context; None: a new budget of
             `memory_limit` bytes.
         **policy: fields of `KVCacheConfig` that `LayerShape` does not have, for all groups.
-            `group_size` must divide the number of layers of each class.
+            `group_size` must divide the number of layers of each kind.
 
     Attributes:
-        layers: the argument.
+        layers: the `layers` argument, as a tuple.
         config: the first group's configuration; all groups have the same policy.
 
     Raises:
@@ -107,7 +107,7 @@ class LayeredCache(KVCache):
         return found
 
     def states(self, layer: int) -> dict[str, torch.Tensor]:
-        """Returns the parts of a layer's state, "conv" and "recurrent", as in its `StateShape`.
+        """Returns the parts of a layer's state: "conv", "recurrent" or both (see `StateShape`).
 
         Each has shape ``[max_batch, *shape]``; slots without a request are not mapped. With
         `KVCacheConfig.zero_fill`, a request's state is initially zero.
@@ -148,14 +148,14 @@ def cache_of(
     budget: Budget | None = None,
     **policy: Any,
 ) -> KVCache:
-    """Creates a `KVCache` if all layers are the same, or else a `LayeredCache`.
+    """Creates a `KVCache` if all layers are the same, otherwise a `LayeredCache`.
 
-    Takes the arguments of `LayeredCache`.
+    Takes the same arguments as `LayeredCache`.
     """
     layers = [*layers]
     counts = classes_of(layers)[0]
     policy_of(policy)
-    if list(counts.values()) == [len(layers)]:  # one kind of layer, and no empty one
+    if list(counts.values()) == [len(layers)]:  # one kind of layer, none empty
         (kind,) = counts
         config = KVCacheConfig(num_layers=len(layers), **{**policy, **kind.fields()})
         return KVCache(config, context, backend, device, budget)
@@ -170,7 +170,7 @@ def check_arguments(
     backend: str | None = None,
     budget: Budget | None = None,
 ) -> None:
-    """Validates arguments for a later `cache_of`.
+    """Validates the arguments of a later `cache_of` call.
 
     Args:
         policy, given: as for `policy_of`.
@@ -180,7 +180,7 @@ def check_arguments(
 
     Raises:
         InvalidArgument: an unknown option or back end, a value out of range, a `group_size` that
-            does not divide the number of layers of each class, or both a budget and a memory limit.
+            does not divide the number of layers of each kind, or both a budget and a memory limit.
         TypeError: a context, back end or budget of the wrong type.
     """
     counts = classes_of(layers)[0].values()

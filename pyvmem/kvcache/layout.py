@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: MIT
 """Address arithmetic: offsets of tensors, slots, pages and rows in the reservation.
 
-One reservation holds all tensors, one after the other; each tensor holds all slots in order:
+One reservation holds all tensors, one after another; each tensor holds all slots in order:
 
     base                               base + tensor_bytes
     | K of the first group_size layers | V of them  | K of the next      | ...
     | slot 0 | slot 1 | ...            |              slot_bytes each
     | row 0 | row 1 | ...                             row_bytes each
 
-So a slot's pages, taken over all tensors, are `num_tensors` pieces that lie `tensor_bytes` apart,
-and one operation of a batch covers all of them. The page size need not be a multiple of the row
-size (64 KiB is not a multiple of 384 bytes). Rows may therefore cross page boundaries, and a slot
-of n pages holds ``n * page_size // row_bytes`` full rows.
+So a slot's pages in all tensors are `num_tensors` pieces spaced `tensor_bytes` apart, and a single
+operation of a batch covers all of them. The page size need not be a multiple of the row size
+(64 KiB is not a multiple of 384 bytes). Rows may therefore cross page boundaries, and a slot of n
+pages holds ``n * page_size // row_bytes`` full rows.
 
 With a state (`KVCacheConfig.state`), a slot is a single row, mapped from the first token on. The
 request's tokens are still counted, but more tokens never need more pages.
@@ -59,7 +59,7 @@ class Layout:
         page_size: page size in bytes.
         block: number of pages that a 2 MiB entry maps; 0: 2 MiB entries cannot be used.
         num_tensors: two (K, then V) for every `group_size` layers, or one (`tensors_per_layer`).
-        page_bytes: total size in bytes of one page in every tensor.
+        page_bytes: total size in bytes of one page from each tensor.
         row_bytes: size in bytes of a token's row, or of the state, in one tensor.
         state: a slot is a single row, however many tokens the request holds.
         max_rows: maximum number of tokens in a slot.
@@ -69,8 +69,8 @@ class Layout:
         total_bytes: size of the reservation in bytes.
         overread: number of rows past the length that are always mapped.
         guard: number of additional rows mapped past the length of a prefill.
-        capacity: function that returns the longest sequence that fits in a number of pages per
-            tensor.
+        capacity: function that returns the longest sequence that fits in a given number of pages
+            per tensor.
 
     Args:
         config: configuration of the layers.
@@ -78,8 +78,8 @@ class Layout:
         entries: True if the context has 2 MiB entries for small pages (`Caps.LARGE_ENTRIES`).
 
     Raises:
-        InvalidArgument: the cache needs more address space than a process has; or packed slots are
-            not a multiple of the page size or, with `entries`, of 2 MiB.
+        InvalidArgument: the cache needs more address space than a process has; or the size of
+            packed slots is not a multiple of the page size or, with `entries`, of 2 MiB.
     """
 
     def __init__(self, config: KVCacheConfig, page_size: int, entries: bool = False) -> None:
@@ -140,7 +140,7 @@ class Layout:
     def pages_for(self, seq_len: int) -> int:
         """Returns how many pages per tensor `seq_len` tokens need.
 
-        This includes the rows after them that decoding over-reads.
+        This includes the rows past them that decoding may read.
         """
         if seq_len <= 0:
             return 0

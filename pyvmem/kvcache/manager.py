@@ -34,7 +34,7 @@ __all__ = ["Manager", "check_memory"]
 
 
 class Manager:
-    """A cache's groups of layers, which have the same requests, and their lock.
+    """A cache's groups of layers, which share their requests, and their lock.
 
     Args:
         name: name of the cache's class, for errors.
@@ -152,7 +152,7 @@ class Manager:
         return self.groups
 
     def only(self, what: str, alone: str = "") -> Group:
-        """Returns the group of a cache that has only one.
+        """Returns the cache's only group.
 
         Raises:
             NotSupported: there are several groups; or there are several ranks, and `alone` names
@@ -195,7 +195,7 @@ class Manager:
         self.closed = True
 
     def _give_back(self, work: PriorWork | None = None) -> None:
-        """Closes the groups and the owned context; may be called again."""
+        """Closes the groups and the owned context; safe to call again."""
         # The memory of a closed context is already freed, or belongs to the parent process.
         if self.context.is_open:
             for group in self.groups:

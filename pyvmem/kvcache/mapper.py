@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The only module that makes a cache's mapping calls to its context.
+"""The one module through which a cache makes mapping calls to its context.
 
     mapper.commit(edits, ops, after)    # one C call: runs the batch and, on success, the edits
 
@@ -79,7 +79,7 @@ class Mapper:
     def relocate(
         self, ops: OpBatch, size: int, count: int, source: tuple[int, int], target: tuple[int, int]
     ) -> Pages:
-        """Adds operations to `ops` that map pages at other addresses, in place of the pages there.
+        """Adds operations to `ops` that remap pages elsewhere, replacing any pages already there.
 
         Args:
             ops: the batch.
@@ -109,7 +109,7 @@ class Mapper:
     # ---- calls that change no records ------------------------------------------------------------
 
     def join(self, addr: int, size: int) -> int:
-        """See `Context.join`; if interrupted, it may have joined some of the runs."""
+        """See `Context.join`; if interrupted, some runs may already be joined."""
         self.journal.made()
         return self.context.join(addr, size)
 
@@ -172,10 +172,10 @@ class Scratch:
         self._full: list[Reservation] = []  # reservations whose pages could not be unmapped yet
 
     def take(self, nbytes: int) -> Reservation:
-        """Returns at least `nbytes` of unmapped addresses, freed after the call unless recorded.
+        """Returns an unmapped range of at least `nbytes`, freed after the call unless recorded.
 
         Raises:
-            VMemError: no addresses are available.
+            VMemError: no address space is available.
         """
         if self._full:
             self.retry()
@@ -192,7 +192,7 @@ class Scratch:
     def give_edits(self, addresses: Reservation) -> list[list[Any]]:
         """Returns the edits that take back unmapped addresses for reuse.
 
-        There are none if the addresses had to be abandoned.
+        Returns none if another range is already kept or the addresses had to be abandoned.
         """
         if self._kept is None and addresses.is_open:  # otherwise they are freed when the call ends
             return [[self, "_kept", addresses], [self._mapper.journal.unrecorded, addresses, ...]]
@@ -201,7 +201,7 @@ class Scratch:
     def give_mapped(
         self, addresses: Reservation, nbytes: int, edits: Sequence[list[Any]] = ()
     ) -> None:
-        """Unmaps the first `nbytes` and takes back the addresses for reuse.
+        """Unmaps the first `nbytes` and takes the addresses back for reuse.
 
         If the unmap fails, it is retried later. `edits` are applied in either case.
         """

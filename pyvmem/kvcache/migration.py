@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Moves and promotion: replacing the pages behind a running request's unchanged addresses.
+"""Moves and promotion: replacing a running request's pages while its addresses stay the same.
 
 A *move* has two phases. First, new pages are mapped at scratch addresses and the old pages are
-copied to them, after the work that writes the rows; the GPU may still read the old pages. Then,
+copied to them, after the work that writes the rows; the GPU may keep reading the old pages. Then,
 when no work is running, one batch replaces the old pages with the new ones:
 
     slot      | old | old | old |          | new | new | new |
@@ -10,7 +10,7 @@ when no work is running, one batch replaces the old pages with the new ones:
     scratch   | new | new | new |          |     |     |     |
 
 The scratch addresses hold the tensors one after another, each with the slot's pages from `first`
-on. Until the second phase is complete, both copies count as memory of the cache.
+on. Until the second phase is complete, both copies count toward the cache's memory.
 
 *Promotion* maps a 2 MiB block of every tensor with one entry in the GPU's page tables. Pages that
 are already physically contiguous (a growing slot prefers 2 MiB chunks that it does not share) are
@@ -41,7 +41,7 @@ from pyvmem.memory.pages import Ticket
 __all__ = ["Mover", "Promoter"]
 
 REACH = 8 << 30
-"""Bytes that a GPU's TLBs cover with 64 KB entries (benchmarks/kernels, with a full GPU). In a
+"""Bytes that a GPU's TLBs cover with 64 KB entries (benchmarks/kernels, on a full card). In a
 smaller cache, larger entries save no time, while joining costs some."""
 
 _log = logging.getLogger(__name__)
@@ -51,10 +51,10 @@ class Mover:
     """The moves of a group, at most one per slot. The caller holds the cache's lock.
 
     Attributes:
-        moves: for each slot, the move that has started but not yet replaced the pages.
+        moves: for each slot, the move that has started but has not replaced the pages yet.
         cancelled: cancelled moves, whose scratch pages are freed once the copies are complete.
-        joined: for each slot index, the first pages of the joined blocks that have not changed
-            since, each with the number of blocks that the slot had when the block was joined.
+        joined: for each slot index, the joined blocks that have not changed since: the first page
+            of each, with the number of blocks that the slot had when it was joined.
         copied: like `joined`, for blocks that a promotion copied.
         device: CUDA ordinal; None if the pages are CPU memory.
     """
@@ -75,7 +75,7 @@ class Mover:
     # ---- the first phase -------------------------------------------------------------------------
 
     def begin(self, move: Move, work: PriorWork, *, background: bool) -> None:
-        """Allocates the new pages and copies to them, in this thread or on the worker.
+        """Allocates the new pages and copies into them, in this thread or on the worker.
 
         The copies run after `work`. The caller must have checked that memory is available and that
         the slot has no other move.
@@ -331,7 +331,7 @@ class Mover:
     def _take_out(
         self, move: Move, edits: list[list[Any]], ops: OpBatch | None, after: list[Any]
     ) -> None:
-        """Removes a move from the records in one change with `edits` and, if given, a batch."""
+        """Removes a move from the records, in one change with `edits` and, if given, a batch."""
         addresses, slot = move.addresses, move.slot
         left = [one for one in self.cancelled if one is not move]
         edits = [*edits, [move, "addresses", None], [self, "cancelled", left]]
@@ -394,9 +394,9 @@ class Promoter:
     def step(self, lens: Sequence[int], stream: Any) -> None:
         """Starts promoting full blocks of requests that the step to `lens` lengthens.
 
-        By the time a caller grows a request, it has launched all work on the request's rows so far.
-        The last `KVCacheConfig.window_tile` rows may be truncated and written again, so they are
-        not promoted. Does nothing in a small cache, where the size of entries makes no difference.
+        By the time a caller grows a request, it has launched all work on the rows so far. The last
+        `KVCacheConfig.window_tile` rows may be truncated and written again, so they are not
+        promoted. Does nothing in a small cache, where entry size makes no difference.
         """
         reclaimer, layout = self._reclaimer, self._layout
         if reclaimer.device_pages * layout.page_size < REACH:
@@ -419,7 +419,10 @@ class Promoter:
                 self._next[index] = -(-done * size // layout.row_bytes) + self._kept
 
     def forget_edits(self, slot: Slot, page: int = 0) -> list[list[Any]]:
-        """Returns the edits for pages, from `page` on, that change owner or may be rewritten."""
+        """Returns the edits that forget the promotion of blocks that end after `page`.
+
+        Pages from `page` on change owner or may be rewritten.
+        """
         index, last = slot.index, page - self._unit
         edits: list[list[Any]] = [[self._next, index, 0]]
         for noted in (self._mover.joined, self._mover.copied):
@@ -445,9 +448,9 @@ class Promoter:
         return blocks
 
     def _begin(self, slot: Slot, runs: list[int], copies: list[int], work: PriorWork) -> int:
-        """Starts promoting blocks, given by their first pages; returns their number.
+        """Starts promoting blocks, given by their first pages; returns how many.
 
-        Copies only as many blocks as fit into the free memory above the watermark.
+        Copies only as many blocks as fit in the free memory above the watermark.
         """
         unit, reclaimer = self._unit, self._reclaimer
         room = (reclaimer.free - reclaimer.low_pages) // (unit * self._layout.num_tensors)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Physical pages: their tiers, and the refcounts of shared pages.
 
-Most pages of a slot are in device memory. Off-device pages are recorded as intervals [low, high):
+Most of a slot's pages are in device memory. Off-device pages are recorded as intervals [low, high):
 
     0 ........... 32 ............ 96 ........... mapped
     | on the host | on the device | on a peer
@@ -14,8 +14,8 @@ behind one handle. The handle contains them tensor by tensor:
 
 A *span* refers to pages of one or more blocks. It is a value: slicing it changes no refcount. A
 holder of a span has a reference to each of its pages (`SharedPages.hold`). Holders are slots that
-map the pages, batches that unmap them, and recorded prefixes. A page returns to the pool with its
-last reference, even from the middle of a block.
+map the pages, batches that unmap them, and recorded prefixes. A page returns to the pool when its
+last reference is dropped, even from the middle of a block.
 
 All pages of a block are in the same tier.
 """
@@ -52,7 +52,7 @@ __all__ = [
 
 
 class Tier(NamedTuple):
-    """A place for pages: a location and, for a peer, its CUDA ordinal (otherwise 0)."""
+    """Where pages are: a location and, for a peer, its CUDA ordinal (otherwise 0)."""
 
     location: Location
     device: int = 0
@@ -213,7 +213,8 @@ class Span:
     def slice(self, first: int, last: int) -> Span:
         """Returns pages [first, last) of this span.
 
-        Returns the span itself if these are all of its pages, so equal spans may be one object.
+        Returns the span itself if these are all of its pages, so equal spans may be the same
+        object.
         """
         if first <= 0 and last >= self.pages:
             return self
@@ -365,7 +366,7 @@ class SharedPages:
         return found
 
     def leaving(self, spans: Sequence[Span]) -> int:
-        """Counts the device pages that no other spans hold.
+        """Counts the device pages that only these spans hold.
 
         Dropping the spans frees these pages.
         """

@@ -15,7 +15,7 @@ __all__ = ["alloc", "claim", "free", "reclaim_free", "record", "release", "sync_
 
 
 def sync_free_slots(groups: Sequence[Group]) -> None:
-    """Polls batches in flight, and retires a slot in all groups if it is retired in one of them."""
+    """Polls batches in flight, and retires a slot in all groups if it is retired in any."""
     for group in groups:
         if group.reclaimer.unmaps:
             group.reclaimer.poll()
@@ -26,13 +26,13 @@ def sync_free_slots(groups: Sequence[Group]) -> None:
         for group in groups:
             for index in broken:
                 slot = group.table[index]
-                # A slot in use is retired once its request has freed its pages.
+                # A slot in use is retired later, once its request has been freed.
                 if not slot.broken and not slot.active:
                     group.table.mark_broken(slot)
 
 
 def alloc(groups: Sequence[Group], seq_len: int) -> int | None:
-    """Implements `KVCache.alloc_reqid`: the best fit of the first group is used in all groups."""
+    """Implements `KVCache.alloc_reqid`: the first group's best fit is used in all groups."""
     sync_free_slots(groups)
     found = groups[0].fit(seq_len)
     if found is None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Chooses the run lengths by which requests grow.
 
-A driver call makes one mapping of a physical run, and a context's mappings are limited
+Each driver call maps one physical run as one mapping, and a context's mappings are limited
 (`ContextInfo.max_mappings`): on ``stock`` to 237,568, which cover 15 GB if each maps a 64 KB page.
 So a request that needs a page gets more than it needs:
 
@@ -11,7 +11,7 @@ So a request that needs a page gets more than it needs:
 The surplus is mapped but unowned (slots.py): a later step grants it without a driver call, and when
 memory is short it is unmapped like the pages of a free slot. No call fails because of it.
 
-The length of a run is a power of two:
+The length of a run, a power of two, is:
 
 - a fraction of the request's pages (`KVCacheConfig.growth_fraction`);
 - once an eighth of the mappings is used, long enough for the remaining mappings to cover at least
@@ -19,7 +19,7 @@ The length of a run is a power of two:
 - at most 2 MiB, and for all requests together at most half of the free memory, or all of it once an
   eighth of the mappings is used.
 
-If that is not enough, a step *joins* requests. Pages that were mapped in several pieces but are
+If that is not enough, a step *joins* requests: pages that were mapped in several pieces but are
 physically contiguous (a growing slot prefers 2 MiB chunks that it does not share) are remapped as
 one piece. On ``stock`` this unmaps the addresses briefly, so the step first waits for all work on
 the device.
@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 _RUN_BYTES = 2 << 20  # one GPU page table entry covers this; longer runs save little
 SCARCE_AT = 8  # once 1 / SCARCE_AT of the mappings is used, runs get longer
-_LOOKS = 64  # mappings are recounted after growth by 1 / _LOOKS of the limit
+_LOOKS = 64  # mappings are recounted after growing by 1 / _LOOKS of the limit
 _JOINS = 512  # maximum driver calls per step for joining, unless it would otherwise return -1
 _LEAST = 4  # minimum number of map calls per tensor for joining to pay off
 
@@ -58,7 +58,7 @@ class Runs:
         limit: maximum number of mappings in the context; 0 if there is no limit.
         joins: True if steps must call `join` when more than `join_at` mappings are used.
         spreads: True if `provide` must be called before growth.
-        refused: text of the error if the last growth ran out of mappings; otherwise "".
+        refused: the error text if the last growth ran out of mappings; otherwise "".
     """
 
     def __init__(self, reclaimer: Reclaimer, mover: Mover, config: KVCacheConfig) -> None:
@@ -86,7 +86,7 @@ class Runs:
         large = reclaimer.limit * layout.page_size >= migration.REACH
         reclaimer.block = layout.block if large else 0
         self.spreads = reclaimer.block > 0
-        self._spare = 0  # free pages of the pool when last read, minus pages mapped since
+        self._spare = 0  # the pool's free pages when last read, minus pages mapped since
         self._stream: Any = None
         self.refused = ""
 
@@ -94,7 +94,7 @@ class Runs:
     def used(self) -> int:
         """Upper bound on the number of the context's mappings.
 
-        Every page mapped since the last count is counted as one mapping.
+        Assumes one mapping per page mapped since the last count.
         """
         grown = self._counters.grown - self._seen
         return self._used + grown if 0 <= grown * _LOOKS <= self.limit else self._count()
@@ -132,8 +132,8 @@ class Runs:
 
         On its own, a pool allocates memory only when it is out of pages. If it has pages but no
         empty 2 MiB chunk, it would place the new pages in chunks that other requests grow into. So,
-        within the cache's limit, the pool gets memory for the new pages and, in addition, for one
-        chunk per request and tensor.
+        within the cache's limit, the pool gets memory for the new pages plus one chunk per request
+        and tensor.
         """
         table, layout, reclaimer = self._table, self._layout, self._reclaimer
         open_pages = (len(table) - table.free_count) * layout.num_tensors * layout.block
@@ -153,7 +153,7 @@ class Runs:
         self._spare = free - pages
 
     def goals(self, want: Sequence[tuple[Slot, int]], room: int) -> list[int] | None:
-        """Returns how many pages per tensor to map for each slot, at least what it needs.
+        """Returns how many pages per tensor to map for each slot, no fewer than it needs.
 
         Returns None to map exactly what the slots need. For `room`, see `read_free`.
         """
@@ -212,13 +212,13 @@ class Runs:
 
     @property
     def left(self) -> int:
-        """The number of mappings that the context may still make, freshly counted."""
+        """The number of mappings that the context can still make, freshly counted."""
         return self.limit - self._count()
 
     # ---- joining ---------------------------------------------------------------------------------
 
     def join(self, stream: Any) -> None:
-        """Joins the slots that free the most mappings, with a limit on driver calls per step."""
+        """Joins the slots that free the most mappings, within a limit on driver calls per step."""
         self._stream = stream
         if self._count() > self.join_at:
             self._join(self._used - self.join_at + self.limit // 16, _JOINS)
@@ -232,7 +232,7 @@ class Runs:
         return self._used < before
 
     def _join(self, spare: int, most: int) -> None:
-        """Joins slots, those with the most pieces first.
+        """Joins slots, starting with those in the most pieces.
 
         Stops after about `most` driver calls, or when about `spare` mappings are freed.
         """

@@ -16,7 +16,7 @@ __all__ = ["CacheStats", "Counters", "SlotInfo", "together"]
 
 @dataclass(frozen=True)
 class CacheStats:
-    """State and counters of a `KVCache`. Bytes are physical memory, times are in nanoseconds.
+    """State and counters of a `KVCache`. Bytes are physical memory; times are in nanoseconds.
 
     Calls and background batches are counted when complete: for a call that is rejected, fails or is
     interrupted, only the work that it did is counted.
@@ -29,7 +29,7 @@ class CacheStats:
         cached_pages: unowned mapped pages: pages of free slots, surplus pages of running requests,
             pages that growth in flight is mapping, pages being unmapped, and recorded prefixes that
             no request uses.
-        ahead_pages: cached pages that are mapped for running requests in excess of their need
+        ahead_pages: cached pages that are mapped for running requests beyond what they need
             (`KVCacheConfig.growth_fraction`).
         active_pages: pages that requests own; a shared page is counted once.
         shared_pages: active or cached pages that are mapped read-only or recorded.
@@ -160,7 +160,7 @@ class SlotInfo:
     in_flight: bool
 
     def and_others(self, others: Sequence[SlotInfo]) -> SlotInfo:
-        """Returns the sum over several groups of layers.
+        """Returns this slot's record, summed over all groups of layers.
 
         `others` holds the same slot's records in the other groups.
         """
@@ -191,7 +191,7 @@ def together(each: Sequence[CacheStats], room: int) -> CacheStats:
 
     The `_SAME` fields are not summed but taken from the first group.
 
-    `room` is the number of pages in the budget that are free for the groups.
+    `room` is the number of pages that the budget has free for the groups.
     """
     first = each[0]
     if len(each) == 1:
@@ -221,7 +221,7 @@ class Counters:
     """Running counts behind `CacheStats`.
 
     Attributes:
-        before: the context's statistics at the creation of the cache.
+        before: the context's statistics when the cache was created.
         last_prompt: for the last request's prompt, the number of tokens, how many of them were
             recorded, and whether these were still mapped in the slot.
         waiting: creates a context manager that counts the time inside it as waiting, and driver
@@ -245,7 +245,7 @@ class Counters:
         return {name: count for name, count in vars(self).items() if name in _COUNTS}
 
     def driver(self, now: Stats) -> tuple[int, int]:
-        """Returns the number of driver calls since the creation, and the nanoseconds they took."""
+        """Returns how many driver calls were made since `before`, and the nanoseconds they took."""
         names = ("map_calls", "unmap_calls", "slab_calls", "fill_calls")
         calls = sum(getattr(now, name) - getattr(self.before, name) for name in names)
         return calls, now.driver_ns - self.before.driver_ns

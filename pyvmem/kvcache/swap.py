@@ -27,8 +27,8 @@ class SwappedRequest(Closable):
     """A swapped-out request; the cache's `swap_in` restores it, at most once.
 
     Owns no device pages: all mapped rows were copied, including those in shared pages, and after
-    `swap_in` all its pages are unshared. Rows that had left a window are then zero, and are
-    unmapped again.
+    `swap_in` all its pages are unshared. Rows that had left a window come back as zeros, and
+    are unmapped again.
 
     Holds host memory (pinned if torch has CUDA) until it is swapped in or closed, even after its
     cache is closed. Usable as a context manager.

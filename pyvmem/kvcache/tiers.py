@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Moves requests' pages to another tier on demand, and promotes blocks to 2 MiB entries."""
+"""Moves requests' pages between tiers on demand, and promotes blocks to 2 MiB entries."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Moved", "move", "promote", "tier_of"]
 
 
 class Moved(NamedTuple):
-    """The result of `KVCache.move`, counted in physical pages over all tensors.
+    """The result of `KVCache.move`, counted in physical pages across all tensors.
 
     Attributes:
         pages: number of pages that moved or are being moved.
@@ -35,7 +35,7 @@ class Moved(NamedTuple):
 
 
 def tier_of(group: Group, location: str | Location, device: Any) -> Tier:
-    """Returns the tier that a caller's arguments name."""
+    """Returns the tier named by a caller's arguments."""
     names = {one.name.lower(): one for one in Location}
     place = names.get(location) if isinstance(location, str) else None
     if isinstance(location, int) and location in names.values():
@@ -132,7 +132,7 @@ def _pages_of(
             raise invalid(
                 f"tokens {first} to {last}: reqid {slot.index} holds {held} tokens", limit=held
             )
-    if layout.state:  # a state moves only as a whole, and only while nothing writes it
+    if layout.state:  # a state moves only as a whole, and only while nothing writes to it
         whole = wait and (first, last) == (0, held)
         return 0, slot.granted if whole else 0
     low = -(-first * layout.row_bytes // layout.page_size)

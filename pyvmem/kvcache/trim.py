@@ -70,12 +70,12 @@ def trim(
 
 
 def can_compact(manager: Manager) -> bool:
-    """Returns whether no GPU work can be using live pages once the work in `last_work` is complete.
+    """Returns True if no GPU work can be using live pages once the work in `last_work` is complete.
 
-    Compaction replaces the pages behind addresses, so no GPU work may touch them, and a cache does
-    not see what an engine launches. It only knows which requests that work may use. These are the
-    requests with a length above 0 in the last `step` or, in a context that the cache does not own,
-    all requests.
+    Compaction replaces the pages behind addresses, so no GPU work may touch them, but a cache does
+    not see what an engine launches. It only knows which requests that work may use: those with a
+    length above 0 in the last `step`. Returns False if others may be using the context: if the
+    cache does not own it, or it has reservations that are not the cache's.
     """
     groups = manager.groups
     if not manager.owns_context:
@@ -103,7 +103,7 @@ def last_work(groups: Sequence[Group]) -> list[Any]:
 
 
 def unmap_idle(groups: Sequence[Group], prefixes: bool | str) -> None:
-    """Unmaps all pages that no request owns, and waits until this is done.
+    """Unmaps all pages that no request owns, and waits for the unmaps to finish.
 
     Failures are appended to `Reclaimer.errors`.
     """

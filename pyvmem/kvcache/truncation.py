@@ -78,7 +78,7 @@ def copied(groups: Sequence[Group], reqid: int, length: int) -> int:
 
 
 def planned(groups: Sequence[Group], reqid: int, length: int) -> list[Truncation]:
-    """Plans a truncation in each group. Raises the errors of `kept_rows`."""
+    """Plans a truncation in each group. Raises the same errors as `kept_rows`."""
     index, rows, _ = kept_rows(groups, reqid, length)
     return [Truncation(group, group.table.slots[index], rows) for group in groups]
 
@@ -117,7 +117,7 @@ class Truncation:
         shared: pages below this stay shared.
         copied: pages [shared, copied) are replaced with copies.
         stride: size of the copies per tensor, in bytes.
-        new_pages: number of physical pages that the copies take.
+        new_pages: number of physical pages that the copies need.
         end: first page to unmap if `unmaps` is True.
         unmaps: True if pages must be unmapped immediately.
         ownerless: True if pages stay mapped but become unowned.

@@ -9,9 +9,9 @@ runs in the same critical section as the last listing and does not block:
     list -> wait -> list -> wait -> ... -> list, call
     lock            lock                   lock
 
-Requests do not change before the call runs, so an exception that ends a wait leaves nothing to
-undo. Two kinds of waits remain inside the call: those for copies of a request's own rows and, when
-memory is short, those for reclaimed pages.
+Requests do not change before the call runs, so an exception that interrupts a wait leaves nothing
+to undo. Two kinds of waits remain inside the call: those for copies of a request's own rows and,
+when memory is short, those for reclaimed pages.
 
 Each `before_...` function lists the blockers of one call. For bad arguments it returns no blockers,
 so that the call itself raises the error.
@@ -103,12 +103,12 @@ def clear(manager: Manager, find_blockers: FindBlockers) -> None:
 
 
 def _work(events: list[Any]) -> Blockers:
-    """Lists the GPU work before these events that may not be complete."""
+    """Lists the GPU work marked by these events that may still be running."""
     return [partial(wait_for, event) for event in prune(events)]
 
 
 def _job(slot: Slot) -> Blockers:
-    """Lists the slot's batch in flight and the earlier owners' work that a growth must wait for."""
+    """Lists the slot's in-flight batch and the earlier owners' work that a growth must wait for."""
     job = slot.job
     if job is None:
         return []
@@ -120,7 +120,7 @@ def _job(slot: Slot) -> Blockers:
 
 
 def _own(group: Group, slot: Slot) -> Blockers:
-    """Lists the slot's batch in flight and the copies of its move."""
+    """Lists the slot's in-flight batch and the copies of its move."""
     move = group.mover.moves.get(slot)
     if move is not None and move.ticket is not None and not move.done():
         return [*_job(slot), QuietTicket(move.ticket).wait]
@@ -188,7 +188,7 @@ def before_prefix(
 ) -> Blockers:
     """Lists the blockers of `KVCache.alloc_prefix`.
 
-    These are the GPU work that wrote the pages, if the CPU must wait for it, and the blockers of
+    These are the GPU work that wrote the pages, if the CPU must wait for it, and whatever blocks
     loading from host memory.
     """
     prefixes, ordered = groups[0].prefixes, groups[0].device is not None and reader.is_stream

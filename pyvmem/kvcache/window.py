@@ -8,7 +8,7 @@ rows from ``old - window + 1`` on, and its kernel reads the whole tile that cont
     | unmapped, pages | slack    | kernel's tile                 | attended to      | computed |
 
 So when a step grows a request to `new`, pages entirely below ``old - window - window_tile`` are
-unmapped after the work launched so far, which is the last that reads them. A prefill longer than
+unmapped after the work launched so far, which is the last to read them. A prefill longer than
 the window keeps all of its tokens mapped until the next step.
 
 `old` is first rounded down to a multiple of the sharing unit (prefix_cache.py): the rows up to
@@ -83,7 +83,7 @@ class Window:
         return -(-pages * self._size // self._row)
 
     def _goes_at(self, pages: int) -> int:
-        """Returns the length at which `pages` pages have left the window."""
+        """Returns the length at which the first `pages` pages have left the window."""
         rows = self._kept + self._rows(pages)
         return rows + -rows % self._unit
 
@@ -120,7 +120,7 @@ class Window:
             slot = table.slots[index]
             held = old[index]
             if lens[index] <= held:
-                continue  # the slot does not grow, so work on its rows may not be launched yet
+                continue  # the slot does not grow, so work on its rows may still be launched
             if slot.job is not None:
                 if not table.lockstep:
                     continue  # the next step unmaps its pages
@@ -140,7 +140,7 @@ class Window:
         return found
 
     def _parted(self, slot: Slot, head: int) -> tuple[int, int]:
-        """Returns the last page up to `head` that is not inside a 2 MiB entry, and the next one."""
+        """Returns the last page up to `head` not inside a 2 MiB entry, and the next page to try."""
         if head < slot.large_end and head % slot.block:  # inside a 2 MiB entry
             head -= head % slot.block
             return head, head + slot.block
@@ -149,7 +149,7 @@ class Window:
     def edit(
         self, edits: list[list[Any]], due: list[_Due], ops: Any, ticket: Ticket, *, quiet: bool
     ) -> None:
-        """Writes the unmaps of `due` into a batch, and appends the edits to the records.
+        """Writes the unmaps of `due` into a batch, and appends the matching edits to `edits`.
 
         Args:
             edits: the list to add edits to; see `Outcome`.
@@ -209,7 +209,7 @@ class Window:
         return self._set_edits(slot.index, self._goes_at(head + 1), self._window + self._rows(head))
 
     def follow_edits(self, slots: Sequence[Slot], parent: Slot) -> list[list[Any]]:
-        """Returns the edits for requests that begin with the rows of another request's window."""
+        """Returns the edits for requests that begin with another request's rows and window."""
         following, least, index = self._next, self._least, parent.index
         edits: list[list[Any]] = []
         for slot in slots:
@@ -229,7 +229,7 @@ class Window:
             _begin([(self, [(slot, low, self._goes_at(low + 1), least)])], [])
 
     def forget_edits(self, slot: Slot) -> list[list[Any]]:
-        """Returns the edits for the end of a request, before the slot is freed."""
+        """Returns the edits to make when a request ends, before its slot is freed."""
         slid = self.reclaimer.slid - (0 if slot.stale else slot.head)
         return [[self.reclaimer, "slid", slid], *self._set_edits(slot.index, self._first, 0)]
 
@@ -241,8 +241,8 @@ def slide(windows: Sequence[tuple[Window, Sequence[int]]], stream: Any) -> None:
     """Starts unmapping pages that a step no longer needs, in one batch for all slots.
 
     Args:
-        windows: the groups' windows, each with the lengths of the step.
-        stream: the stream of the work so far, which may read the pages.
+        windows: the groups' windows, each with the step's lengths.
+        stream: the stream of the work so far, which may still be reading the pages.
     """
     found = []
     for window, lens in windows:
