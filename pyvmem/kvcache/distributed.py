@@ -560,7 +560,7 @@ class ParallelKVCache(KVCache):
 
     @contextmanager
     def _learning(self, where: str) -> Iterator[None]:
-        """Poisons the rank if an unexpected exception ends the block: others may not get it."""
+        """Poisons the rank if an unexpected exception ends the block: others may not see it."""
         try:
             yield
         except (VMemError, Reentered):  # an isinstance test below could be interrupted unnoticed

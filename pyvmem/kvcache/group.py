@@ -576,7 +576,7 @@ class Loan(NamedTuple):
 
 
 def free_on_abort(taken: Sequence[tuple[Group, Slot, int]]) -> None:
-    """Makes the journal free the slots that the current call is about to allocate, if it fails.
+    """Makes the journal free the slots that the current call is about to allocate, should it fail.
 
     Freeing waits for the slots' batches. `taken` lists the slots, each with its owner number before
     the call.

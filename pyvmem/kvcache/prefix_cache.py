@@ -347,7 +347,7 @@ class PrefixCache:
     def _look(
         self, slot: Slot, tokens: Any, namespace: Hashable
     ) -> tuple[TokenIds, list[tuple[Sharing, Slot]], Match[_Spans], int]:
-        """Looks up the tokens whose rows a request holds in the recorded prefixes.
+        """Looks up, among the recorded prefixes, the tokens whose rows a request holds.
 
         Returns:
             The ids of these tokens; the request's slot in each group; the match; and the number of

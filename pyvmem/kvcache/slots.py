@@ -329,8 +329,9 @@ class SlotTable:
     def victims(self, active: bool = True) -> Iterator[Slot]:
         """Yields slots with spare pages, in the order in which they should lose them.
 
-        Free slots come before those of running requests; in both, slots without pending GPU work
-        come first, then the least recently used. Skips slots with a batch in flight.
+        Free slots come before those of running requests, and slots without pending GPU work before
+        others; among equals, the least recently used come first. Skips slots with a batch in
+        flight.
 
         Args:
             active: include the surplus pages of running requests.
