@@ -1,28 +1,27 @@
 # SPDX-License-Identifier: MIT
 """`ParallelKVCache`: one cache per rank; all ranks get identical results without communicating.
 
-When the caches are created, the ranks agree on the number of pages of each cache: the minimum that
-any rank could allocate on its device. Every rank keeps that memory from then on. After that, each
-rank decides on its own, and all ranks reach the same decisions, because results depend only on the
-calls:
+When the caches are created, the ranks agree on how many pages each cache has: the minimum that any
+rank could allocate on its device. Every rank holds on to that memory. After that, each rank decides
+on its own, and all ranks reach the same decisions because results depend only on the calls:
 
 - slots are chosen by the order in which they were freed (`LockstepTable`), not by their pages;
 - memory suffices if and only if the pages that requests own fit the budget. Which unowned pages are
   unmapped to make room, and when, may differ between ranks but never changes a result;
-- recorded prefixes are evicted only when free slots have no pages left, and in the order of their
-  last use, which only calls change;
-- calls that share, swap or admit first wait for growth that a `step_async` started.
+- recorded prefixes are evicted only when free slots have no pages left, in order of last use, which
+  only calls change;
+- calls that share, swap or admit first wait for any growth that a `step_async` started.
 
 Driver mappings are an exception: their number depends on the physical placement of a request's
 pages. A rank that runs out of them in a `step` raises TooManyMappings, and `check_step` undoes
 the step on every rank; `agreed_step` does both.
 
 `num_free_pages` and most of `stats` do depend on the progress of background batches: an engine that
-admits requests by memory must use `available_pages` or `can_admit`.
+admits requests based on free memory must use `available_pages` or `can_admit`.
 
-A rank on which a call fails for another reason (the driver, or host memory in `swap_out`) is
-*poisoned*: the call raises there, and the other ranks learn of it in the engine's next collective,
-through `check_step`, or `status` and `agree`.
+A rank on which a call fails for any other reason (a driver error, or no host memory in `swap_out`)
+is *poisoned*: the call raises there, and the other ranks learn of it in the engine's next
+collective, through `check_step` or through `status` and `agree`.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ class RankFailed(VMemError):
 class RanksDiffer(VMemError):
     """The ranks made different calls or got different results; no rank's cache may be used.
 
-    The ranks compare the calls' names and results, the rows that they requested or left behind, and
+    The ranks compare the calls' names and results, the row counts that they requested or left, and
     token ids.
     """
 
@@ -133,7 +132,7 @@ class Failure:
 
     @classmethod
     def from_status(cls, maximum: int) -> Failure:
-        """Decodes the maximum of `status` over the ranks; 0: no rank failed, but they differ."""
+        """Decodes the maximum of `status` over the ranks; 0: none failed, but they differ."""
         return cls(maximum // _ERRNOS - 1, maximum % _ERRNOS)
 
     def error(self) -> VMemError:
@@ -156,7 +155,7 @@ class Failure:
 
 
 class Ranks:
-    """A process group that offers a single collective, `maxima`.
+    """Wraps a process group; the only collective is `maxima`.
 
     Args:
         group: the process group; None: the default group, which must be initialized.
@@ -204,7 +203,7 @@ class LockstepTable(SlotTable):
         return free[-1] if free[-1].freed_order else free[0]
 
     def emptiest(self, count: int) -> list[Slot]:
-        """Returns up to `count` free slots, those that were freed first.
+        """Returns up to `count` free slots, in the order in which they were freed.
 
         Allocating one of them waits until it is empty.
         """
@@ -247,11 +246,11 @@ def rank_config(model: Any, world_size: int, **overrides: Any) -> KVCacheConfig:
     Args:
         model: a transformers configuration.
         world_size: number of ranks that share the KV heads; see `shard_kv_heads`.
-        **overrides: as for `from_hf`; `num_kv_heads` is that of the whole model, `memory_limit` is
-            per rank.
+        **overrides: as for `from_hf`; `num_kv_heads` is for the whole model, `memory_limit` is per
+            rank.
 
     Raises:
-        InvalidArgument: as for `from_hf`; or the heads can neither be divided nor replicated.
+        InvalidArgument: as for `from_hf`, or the heads can neither be divided nor replicated.
     """
     whole = KVCacheConfig.from_hf(model, **overrides)
     return replace(whole, num_kv_heads=shard_kv_heads(whole.num_kv_heads, world_size))
@@ -261,7 +260,7 @@ def take_pages(context: Context, config: KVCacheConfig, page: int) -> int:
     """Allocates the cache's memory from the device; returns the number of pages.
 
     Raises:
-        InvalidArgument, OutOfMemory: there is memory for less than one page per tensor.
+        InvalidArgument, OutOfMemory: there is not enough memory for one page per tensor.
     """
     layout = Layout(config, page)
     everything = layout.slot_pages * layout.num_tensors * config.max_batch * page
@@ -282,7 +281,7 @@ def take_pages(context: Context, config: KVCacheConfig, page: int) -> int:
 
 
 def _checked_maxima(ranks: Ranks, failure: Failure | None, values: list[int]) -> list[int]:
-    """Returns each number's maximum over the ranks; raises RankFailed if a rank has a failure."""
+    """Returns each number's maximum over the ranks; raises RankFailed if any rank failed."""
     status, *found = ranks.maxima([failure.status if failure else 0, *values])
     if status:
         raise (failure or Failure.from_status(status)).error()
@@ -331,8 +330,8 @@ class RankManager(Manager):
 
     Attributes:
         failure: why the rank rejects calls; None if it knows of no failure.
-        out_of_mappings: text of the error if the last `step` ran out of mappings and `check_step`
-            must undo it; otherwise "".
+        out_of_mappings: the error message if the last `step` ran out of mappings and `check_step`
+            has yet to undo it; otherwise "".
     """
 
     table = LockstepTable
@@ -340,7 +339,7 @@ class RankManager(Manager):
     out_of_mappings = ""
 
     def open(self) -> tuple[Group, ...]:
-        """See `Manager.open`; also raises if this rank must not make calls."""
+        """Like `Manager.open`, but also raises if this rank must not make calls."""
         groups = super().open()
         if self.failure is not None:
             raise self.failure.error()
@@ -349,7 +348,7 @@ class RankManager(Manager):
         return groups
 
 
-_OUT_OF_MAPPINGS = 1  # a status below every status of a `Failure`
+_OUT_OF_MAPPINGS = 1  # a status less than that of any `Failure`
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -357,7 +356,7 @@ _T = TypeVar("_T")
 def _compared(
     method: Callable[Concatenate[KVCache, _P], _T], *, settles: bool = True
 ) -> Callable[Concatenate[ParallelKVCache, _P], _T]:
-    """Wraps a call whose result the ranks compare.
+    """Wraps a method whose results the ranks compare.
 
     For `settles`, see `ParallelKVCache._compare`.
     """
@@ -382,8 +381,8 @@ class ParallelKVCache(KVCache):
     rank, and rejections are compared like results. Every other exception *poisons* the rank: from
     then on every call raises it, until `recover`, and the other ranks learn of it in `check_step`.
 
-    Only a shortage of mappings depends on the physical placement of a rank's pages. If a `step`
-    runs out of mappings on a rank, it raises TooManyMappings there; the rank must still call
+    Only a shortage of mappings depends on where a rank's pages are in physical memory. If a `step`
+    runs out of mappings on one rank, it raises TooManyMappings there; that rank must still call
     `check_step`, where every rank undoes the step.
 
     Args:
@@ -392,7 +391,7 @@ class ParallelKVCache(KVCache):
             is allocated on construction and kept until `close`.
         group: the ranks' torch.distributed group; None: the default group.
         backend: back end of the context that the cache opens and owns.
-        device: this rank's device; None: torch's current CUDA device, or 0 with ``host``.
+        device: this rank's device; None: torch's current CUDA device, or 0 if there is none.
 
     Raises:
         InvalidArgument: there is no process group, or configurations or page sizes differ. Raised
@@ -409,7 +408,7 @@ class ParallelKVCache(KVCache):
         self._closed = True  # set to False once the groups exist
         self._digest = 0
         self._ahead = False  # True if a `step_async` returned 0 and no `step` has followed
-        # the rows before the last step, and its stream, for undoing the step
+        # the row counts before the last step, and that step's stream, for undoing the step
         self._before: tuple[Sequence[int], Any] | None = None
         self._swapped: weakref.WeakSet[SwappedRequest] = weakref.WeakSet()
         self._own: Context | None = None
@@ -441,7 +440,7 @@ class ParallelKVCache(KVCache):
         try:
             pages = agree_on_pages(ranks, config, page, pages, failure)
             try:
-                context.trim(pages * page)  # frees what the other ranks do not have
+                context.trim(pages * page)  # frees what the other ranks could not match
                 own = replace(config, page_size=page, memory_limit=pages * page, max_mappings=0)
                 self._begin(RankManager("KVCache", own, context=context))
             except Exception as error:
@@ -463,9 +462,9 @@ class ParallelKVCache(KVCache):
     def _compare(
         self, name: str, call: Callable[[], _T], ids: TokenIds | None = None, settles: bool = True
     ) -> _T:
-        """Makes a call and adds its result or failure, and its tokens `ids`, to the digest.
+        """Makes a call and adds its result or rejection, and its tokens `ids`, to the digest.
 
-        With `settles`, growth that a `step_async` started is completed first. Pages promised by
+        With `settles`, any growth that a `step_async` started is completed first. Pages promised by
         growth in flight have no owner yet, so whether memory is short would depend on its progress.
         """
 
@@ -479,10 +478,10 @@ class ParallelKVCache(KVCache):
         return self._section(name, section)
 
     def _section(self, name: str, call: Callable[[], _T]) -> _T:
-        """Runs calls as one section; if an exception ends it, the rank is poisoned.
+        """Runs calls as one section of the journal; an exception that ends it poisons the rank.
 
         This is necessary because the journal may undo a call that is already in the digest, or keep
-        a call that is not.
+        a call that is not. Rejected arguments do not poison the rank.
         """
         entered = False
         try:
@@ -516,7 +515,7 @@ class ParallelKVCache(KVCache):
         return result
 
     def _note(self, name: str, answer: Any) -> None:
-        """Adds a call's name and result, and the rows requested or left behind, to the digest."""
+        """Adds to the digest a call's name and result, and the row counts it requested or left."""
         group = self._manager.groups[0]
         rows = group.pager.columns.needs if name in ("step", "step_async") else group.rows
         self._digest = zlib.crc32(rows, zlib.crc32(f"{name} {answer}".encode(), self._digest))
@@ -538,8 +537,8 @@ class ParallelKVCache(KVCache):
     def status(self) -> list[int]:
         """Returns three integers for the engine's own all_reduce (MAX); pass its result to `agree`.
 
-        Their magnitude is below 2**32 or, with very many ranks, about 4096 times the number of
-        ranks, so use int64 or float64.
+        Their magnitudes stay below 2**32 (with very many ranks, about 4096 times the number of
+        ranks), so use int64 or float64.
         """
         with self._lock, self._journal:
             failure, lacking = self._manager.failure, bool(self._manager.out_of_mappings)
@@ -551,7 +550,7 @@ class ParallelKVCache(KVCache):
 
         Raises:
             TooManyMappings: a rank ran out of mappings in the last `step`; every rank has undone
-                the step, as if it had returned -1, and unmapped unowned pages.
+                the step, as if it had returned -1, and unmapped all unowned pages.
             RankFailed: a rank failed; from now on every call raises this.
             RanksDiffer: the ranks' calls or results differ; from now on every call raises this.
         """
@@ -561,10 +560,10 @@ class ParallelKVCache(KVCache):
 
     @contextmanager
     def _learning(self, where: str) -> Iterator[None]:
-        """Poisons the rank if an exception ends the block, since other ranks may not see it."""
+        """Poisons the rank if an unexpected exception ends the block: others may not see it."""
         try:
             yield
-        except (VMemError, Reentered):  # first: an interruption while testing these would be lost
+        except (VMemError, Reentered):  # an isinstance test below could be interrupted unnoticed
             raise
         except BaseException as error:
             if self._manager.failure is None:
@@ -613,9 +612,9 @@ class ParallelKVCache(KVCache):
                 answer = cache.step(seq_lens)
 
         Any exception inside poisons the rank, except the cache's own `InvalidArgument` and
-        `PrefixEvicted`: all ranks get these, so they propagate unchanged, without `check_step`.
+        `PrefixEvicted`: every rank raises these, so they propagate as is, without `check_step`.
         Ctrl-C and other exceptions that are not an `Exception` propagate after `check_step`, which
-        blocks until the other ranks reach theirs, or exit.
+        blocks until the other ranks reach theirs or exit.
 
         Raises:
             TooManyMappings, RankFailed, RanksDiffer: as for `agree`, on every rank.
@@ -686,7 +685,7 @@ class ParallelKVCache(KVCache):
         """Runs `step` and `check_step`, with the same result on every rank. A collective.
 
         Also returns -1 if only some ranks are out of mappings. No other call can come between the
-        two calls.
+        two.
 
         Raises:
             RankFailed, RanksDiffer: as for `agree`, on every rank.
@@ -698,10 +697,10 @@ class ParallelKVCache(KVCache):
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """Like `KVCache.step_async`. A second call before `step` first completes the earlier one.
 
-        Unlike `KVCache.step_async` it waits, since every rank must return the same result. It
+        Unlike `KVCache.step_async`, this waits, since every rank must return the same result. It
         waits for growth that an earlier call started; for the GPU work of earlier owners of the
-        slots that grow; and, when memory is short, for the GPU work of freed requests and for
-        copies of promotions until enough pages are free.
+        slots that grow; and, when memory is short, for the GPU work of freed requests and for the
+        copies of promotions, until enough pages are free.
 
         If this rank is out of mappings, nothing is started, and the next `step` raises.
         """
@@ -716,10 +715,10 @@ class ParallelKVCache(KVCache):
         return self._compare("step_async", begin)
 
     def _take_back(self) -> None:
-        """Undoes the last step: requests get back their earlier rows and pages.
+        """Undoes the last step: every request goes back to its earlier rows and pages.
 
-        Unmaps all unowned pages, including recorded prefixes: a rank that completed the step may
-        have evicted prefixes that the rank that failed still has.
+        Unmaps all unowned pages, including those of recorded prefixes: a rank that completed the
+        step may have evicted prefixes that the failed rank still has.
         """
         assert self._before is not None
         rows, stream = self._before
@@ -732,7 +731,7 @@ class ParallelKVCache(KVCache):
                 )
             event = record(stream, group.device)
             for slot in group.table:
-                with suppress(TooManyMappings):  # a failed `step_async` growth, which was undone
+                with suppress(TooManyMappings):  # `step_async` growth that failed and was undone
                     group.pager.release(slot)
             for slot in group.table:
                 if slot.active:
@@ -757,7 +756,7 @@ class ParallelKVCache(KVCache):
         """See `KVCache.match`. Counts as a use of the prefix, so every rank must make this call.
 
         The lease ends with `alloc_prefix`, `PrefixMatch.release`, or the next `step` that returns
-        0, whichever is first. It does not end when the match is garbage-collected, since that
+        0, whichever comes first. It does not end when the match is garbage-collected, since that
         happens at different times on different ranks. Every rank must release it at the same point.
         """
         ids = TokenIds.of(tokens, namespace)
@@ -766,7 +765,10 @@ class ParallelKVCache(KVCache):
     def alloc_prefix(
         self, tokens: Any, leave: int = 1, stream: Any = None, namespace: Hashable = None
     ) -> tuple[int, int] | None:
-        """See `KVCache.alloc_prefix`; the slot is the one freed first."""
+        """See `KVCache.alloc_prefix`; the slot is the one freed first.
+
+        If nothing matches, it is the one freed last, as for `alloc_reqid`.
+        """
         ids = None
         if not isinstance(tokens, PrefixMatch):
             tokens = ids = TokenIds.of(tokens, namespace)
@@ -797,7 +799,7 @@ class ParallelKVCache(KVCache):
     ) -> int:
         """Unmaps all unowned pages, like `KVCache.trim`; returns 0.
 
-        The context keeps the memory, since the ranks have agreed on its size. So `compact` has no
+        The context keeps the memory, since the ranks have agreed on its size, so `compact` has no
         effect.
         """
         check(stream)
@@ -863,7 +865,7 @@ class ParallelKVCache(KVCache):
         (group,) = groups = Manager.open(self._manager)
         event = record(stream, group.device)
         for slot in group.table:
-            with suppress(VMemError):  # a failed growth was rolled back
+            with suppress(VMemError):  # the growth failed and was rolled back
                 group.pager.release(slot)
             if slot.active:
                 group.release(slot, event)

@@ -55,7 +55,7 @@ class _Fork:
     new_pages: int = 0
 
     def add(self, ops: OpBatch, edits: list[list[Any]], room: int, *, ahead: bool) -> None:
-        """Adds this group's part to the batch and to the edits, which together make all changes.
+        """Adds this group's part to the batch and to the edits, which together make the fork.
 
         The batch makes the parent's full pages read-only, maps them in each slot, and copies the
         rows after them to new pages.
@@ -90,8 +90,8 @@ class _Fork:
             sharing.map_at(ops, at, stride, own, replace=True)
             span = Span(span.parts + own, sharing.unit_pages)
             edits.append([parent, "span", span])
-        # A request that was forked at many lengths has many parts; one handle for all of them saves
-        # operations.
+        # A request that was forked at many lengths has many parts; a single handle for all of them
+        # takes fewer map operations.
         many = len(parent.span.parts) + len(own) > _FEW_PARTS
         parts = sharing.gather(parent, head, full) if many else span.parts
         capacity, rows = layout.capacity(pages), pager.columns.held_rows
@@ -164,8 +164,8 @@ def fork_all(
 ) -> list[int] | None:
     """Implements `KVCache.fork_many`, in one batch for all groups.
 
-    Returns None if slots or memory are short. The first group chooses the slots unless `into` names
-    them.
+    Returns None if there are too few slots or too little memory. The first group chooses the slots
+    unless `into` names them.
     """
     sync_free_slots(groups)
     groups[0].sharing.require(FORK, "fork")

@@ -60,7 +60,7 @@ def make_layout(config: KVCacheConfig, context: Context) -> Layout:
 
 
 def open_context(configs: Sequence[KVCacheConfig], backend: str, **options: Any) -> Context:
-    """Returns a context for groups of layers, with 2 MiB entries for small pages if possible.
+    """Opens a context for groups of layers, with 2 MiB entries for small pages if possible.
 
     Args:
         configs: configurations of the groups.
@@ -115,7 +115,7 @@ class Group:
         context: allocates the pages.
         reservation: addresses of all tensors.
         device: CUDA ordinal; None if the pages are CPU memory.
-        used_tokens: number of rows held, summed over slots.
+        used_tokens: number of rows that all slots together hold.
         token_bytes, page_bytes: size in bytes of one token's rows and of one page, over all
             tensors.
         clock: number of completed steps.
@@ -127,9 +127,9 @@ class Group:
         window: unmaps pages that leave the sliding window; None: no window.
         reclaim_due: True if the next step must call `reclaim_idle`.
         unprepared: True if the next step must call `prepare`.
-        named: True if some length in the last step was above 0, so that GPU work may be using a
+        named: True if any length in the last step was above 0, so that GPU work may be using a
             request; set only in the first group.
-        idle_step_work: if not `named`, events of earlier GPU work that may not be complete.
+        idle_step_work: if not `named`, events of earlier GPU work that may still be running.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class Group:
     # ---- callers' arguments ----------------------------------------------------------------------
 
     def slot(self, reqid: int, *, taken: bool = True) -> Slot:
-        """Returns a slot.
+        """Returns the slot `reqid`.
 
         Raises InvalidArgument if there is no such slot or, with `taken`, if it is free.
         """
@@ -267,9 +267,9 @@ class Group:
         return self.clock, counters.steps_async, counters.short, self.table.changes
 
     def record_idle_step(self, stream: Any) -> None:
-        """Records that the last step had no lengths above 0.
+        """Records that no length in the last step was above 0.
 
-        `stream` is the stream of the earlier work.
+        `stream` is the stream of the GPU work before that step.
         """
         event = record(stream, self.device) if any(slot.active for slot in self.table) else None
         self.idle_step_work = [] if event is None else [event]
@@ -342,7 +342,8 @@ class Group:
     def rows(self) -> array[int]:
         """The number of rows (in tokens) that each slot holds; 0 for free slots.
 
-        Only `step` increases them; only `truncate` and the end of the request decrease them.
+        A request starts with the rows of its prefix, parent or swapped request, if any. Only steps
+        add rows; apart from undone calls, only `truncate` and the end of the request remove them.
         """
         return self.pager.columns.held_rows
 
@@ -377,7 +378,7 @@ class Group:
         reclaimer, shared, layout = self.reclaimer, self.reclaimer.shared, self.layout
         off_device, elsewhere = 0, 0
         if any(reclaimer.off_device.values()):
-            if reclaimer.own_off_device is None:  # list again only if it may have changed
+            if reclaimer.own_off_device is None:  # rebuild the list only if it may have changed
                 reclaimer.own_off_device = self.own_off_device()
             for slot, low, high in reclaimer.own_off_device:
                 off_device += high - low
@@ -454,9 +455,10 @@ class Group:
     def keep(self, slot: Slot, first: int) -> None:
         """Keeps a freed slot's shared pages mapped, read-only, for a later request.
 
-        That request must begin with the rows that these pages hold. Does nothing if there are
-        several ranks, since their timing differs; if `deferred_reclaim` or `keep_mapped` is off; if
-        the slot is stale for another reason; or if more than half of the mappings are used.
+        That request must begin with the rows that these pages hold. Does nothing with several
+        ranks, whose timing differs; if `deferred_reclaim` or `keep_mapped` is off; if the slot has
+        a batch in flight, lost rows or off-device pages; or if more than half of the mappings are
+        in use.
 
         Args:
             slot: a slot freed in this call, whose shared pages are recorded.
@@ -501,7 +503,7 @@ class Group:
         event = record(stream, self.device) if any(slot.active for slot in self.table) else None
         self.mover.close()
         for slot in self.table:
-            with suppress(VMemError):  # a failed growth was rolled back
+            with suppress(VMemError):  # the growth failed and was rolled back
                 self.pager.release(slot)
             if slot.active:
                 self.release(slot, event)
@@ -516,7 +518,7 @@ class Group:
         try:
             self.reservation.abandon()
         except NotRecoverable:
-            # Quarantined pages hold their addresses until the context is closed.
+            # Quarantined pages occupy their addresses until the context is closed.
             self.reservation.leave()
         if self in self.journal.recoverables:
             self.journal.recoverables.remove(self)
@@ -564,7 +566,7 @@ class Loan(NamedTuple):
         group: the slot's group.
         slot: a free slot without pages, or with the first pages of `span` mapped.
         span: the shared pages.
-        head: page of the slot where `span` begins.
+        head: page of the slot at which `span` begins.
     """
 
     group: Group
@@ -574,9 +576,10 @@ class Loan(NamedTuple):
 
 
 def free_on_abort(taken: Sequence[tuple[Group, Slot, int]]) -> None:
-    """Makes the journal free the slots that the current call will allocate if the call fails.
+    """Makes the journal free the slots that the current call is about to allocate, should it fail.
 
-    Waits for the slots' batches. `taken` lists the slots and their owner numbers before the call.
+    Freeing waits for the slots' batches. `taken` lists the slots, each with its owner number before
+    the call.
     """
 
     def free() -> None:
@@ -594,7 +597,7 @@ def free_on_abort(taken: Sequence[tuple[Group, Slot, int]]) -> None:
 
 
 def lend(loans: Sequence[Loan]) -> None:
-    """Allocates slots and maps shared pages in them, in one batch for all groups: all or none.
+    """Allocates slots and maps shared pages in them, in one all-or-nothing batch for all groups.
 
     Raises:
         NotRecoverable: a rollback failed. VMemError: nothing has changed.

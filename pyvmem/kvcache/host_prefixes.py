@@ -44,7 +44,7 @@ _SLAB = 64 << 20  # bytes allocated and page-locked at a time; takes about 20 ms
 _DIGEST = 16  # bytes per digest
 
 FAILURES = (VMemError, MemoryError, OSError, RuntimeError)
-"""Errors from copying or from allocating host memory; the rows are then not kept or not loaded."""
+"""Errors that copying or allocating host memory may raise; the rows are then not kept or loaded."""
 
 Key: TypeAlias = tuple[Hashable, bytes]
 """A namespace, and the digest of all tokens up to the end of a unit."""
@@ -72,12 +72,12 @@ class HostPrefixes:
     Args:
         layouts: layouts of the groups.
         unit_pages: for each group, the number of pages per tensor in a unit.
-        groups: the groups, which the caller appends as they are created.
+        groups: list of the groups, to which the caller appends each group that it creates.
 
     Attributes:
         cell: size of a cell in bytes.
         limit: maximum size of all cells in bytes; 0: prefixes are not kept in host memory.
-        step: number of units allocated, or stored by an idle cache, at a time.
+        step: number of units to allocate cells for, or for an idle cache to store, at a time.
         stored, loaded: bytes copied to and from host memory so far.
         dropped: bytes of rows that were lost because their cell was reused or because they could
             not be stored.
@@ -118,13 +118,13 @@ class HostPrefixes:
     # ---- storing ---------------------------------------------------------------------------------
 
     def store(self, going: Iterable[tuple[Sequence[Span], Sequence[Key]]]) -> None:
-        """Copies the rows of evicted units to cells, as many units as fit.
+        """Copies the rows of as many evicted units as fit to cells.
 
-        Units that cannot be copied now are lost, since this does not wait for GPU work that may
-        still write their pages.
+        Units that cannot be copied right away are lost, since this does not wait for GPU work that
+        may still be writing their pages.
 
         Args:
-            going: the pages of evicted units, one span per group, and the units' keys; the least
+            going: the pages of evicted units, one span per group, and the units' keys, least
                 recently used first.
         """
         for each, keys in going:
@@ -170,9 +170,9 @@ class HostPrefixes:
     # ---- loading ---------------------------------------------------------------------------------
 
     def find(self, ids: TokenIds, unit: int, begin: int, end: int) -> list[Key]:
-        """Returns the keys of consecutive units that are kept, from token `begin` on.
+        """Returns the keys of the consecutive units kept from token `begin` on.
 
-        The units end at token `end` at the latest.
+        Marks them as used. No unit extends beyond token `end`.
         """
         keys = unit_keys(ids, unit, begin // unit, end // unit) if self._rows else ()
         found = list(takewhile(self._rows.__contains__, keys))
@@ -224,7 +224,7 @@ class HostPrefixes:
     def _take(self, count: int) -> list[int]:
         """Returns up to `count` cells that no key refers to.
 
-        If too few are unused and none can be added, the least recently used lose their rows.
+        If too few are unused and none can be added, the least recently used cells lose their rows.
         """
         # An interrupted call may have lost track of some cells.
         if len(self._free) + len(self._rows) < len(self._cells):

@@ -74,8 +74,8 @@ def _load(groups: Sequence[Group], slots: Sequence[Slot], match: PrefixMatch) ->
     """Loads the units that follow a match from host memory, and records them for other requests.
 
     Returns:
-        The number of tokens that the request then holds: the length of the match if memory is
-        short.
+        The number of tokens that the request then holds: only those of the match if memory is short
+        or the units have meanwhile left host memory.
     """
     prefixes, held, length = groups[0].prefixes, match.length, match.length + match.in_host
     both = list(zip(groups, slots, strict=True))
@@ -85,7 +85,7 @@ def _load(groups: Sequence[Group], slots: Sequence[Slot], match: PrefixMatch) ->
     if grow(want, background=False):
         for group in groups:
             group.pager.settle(on_cpu=True)  # rolls back a growth that ran out of memory
-    keys = prefixes.in_host(match)  # evictions by `grow` may have replaced some units
+    keys = prefixes.in_host(match)  # evictions by `grow` may have replaced some of them
     length = held + len(keys) * prefixes.unit
     if not keys or any(slot.granted < group.layout.pages_for(length) for group, slot in both):
         return held
@@ -100,7 +100,7 @@ def _load(groups: Sequence[Group], slots: Sequence[Slot], match: PrefixMatch) ->
 
 
 def _count_prompt(group: Group, prompt: tuple[int, int, bool], by: int) -> None:
-    """Counts a prompt, its tokens, the recorded ones, and whether these were still mapped.
+    """Counts a prompt: its tokens, how many were recorded, and whether all were still mapped.
 
     Callers count the prompt last, and through the journal, so that an interrupted call is not
     counted.
@@ -182,7 +182,7 @@ def kept_slots(groups: Sequence[Group], spans: Sequence[Span], length: int) -> l
 
 
 def empty_slots(groups: Sequence[Group]) -> list[Slot] | None:
-    """Returns each group's record of the free slot that will be empty soonest.
+    """Returns each group's record of the free slot that can be emptied soonest.
 
     Returns None if no slot is free, or if emptying it would wait for an earlier owner's GPU work.
     With several ranks the slot is returned anyway, since the progress of that work may differ

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: MIT
 """Recorded prefixes: the tokens whose rows are kept in every group of layers, and leases on them.
 
-A match may be dropped in any thread, and by Python's garbage collector at any line, even in the
-middle of a call to the cache. So dropping a match only queues its lease; the cache's next call that
-uses prefixes ends it.
+A match may be dropped on any thread, or by Python's garbage collector at any point, even in the
+middle of a call to the cache. Dropping a match therefore only queues its lease; the next call to
+the cache that uses prefixes ends it.
 
-On several ranks (distributed.py) the result of a call must not depend on when the garbage collector
-runs: there a lease ends when the match is used or released, and at the latest with the next `step`.
+With several ranks (distributed.py), the result of a call must not depend on when the garbage
+collector runs, so a lease ends when the match is used or released, or at the latest with the next
+`step`.
 
 The sharing unit is the fewest tokens that fill whole pages of a tensor, ``lcm(row_bytes, page_size)
-/ row_bytes``: 32 tokens if rows are 2 KiB and pages 64 KiB. But 64 KiB is not a multiple of a row
-of 384 bytes: the row that crosses a page boundary ends in the next page, so a request that
-continues after it would write into a shared page. A page and a row end together only every 512
-tokens.
+/ row_bytes``: 32 tokens if rows are 2 KiB and pages 64 KiB. With rows of 384 bytes, which do not
+divide 64 KiB evenly, it is 512 tokens: anywhere else, the last row in a page extends into the next
+page, and a request that continues after it would write into a shared page.
 
 Row sizes differ between groups, so the same tokens fill a different number of pages in each:
 
@@ -24,8 +24,8 @@ The cache's unit is the least common multiple of the groups' units. A tree node 
 group, so splitting, matching and evicting apply to all groups.
 
 A group with a *window* has only the last pages of a node's run: those that the recording request
-still held. So a match can end only where every such group has the last window, that is, the last
-``window + window_tile`` tokens, possibly from several consecutive nodes:
+still held. A match can therefore end only where every such group has the last window, that is, the
+last ``window + window_tile`` tokens, possibly spread over several consecutive nodes:
 
     tokens   | system prompt | question A                | ends: a request of A was recorded
     full     | page 0        | page 1   page 2   page 3  |
@@ -35,8 +35,8 @@ still held. So a match can end only where every such group has the last window, 
                                                            B then matches the system prompt
 
 Nodes end where a request was recorded and where prompts diverge, so matches end there. Recording a
-request also fills in missing windows of nodes on its path, if it still holds the rows: those
-computed in its last step and those of its last window. Rows that it does not hold stay missing,
+request also fills in missing windows of nodes on its path from the rows that it still holds: those
+computed in its last step and those of its last window. Rows that it no longer holds stay missing,
 which makes matches shorter. A leaf is evicted as a whole, since a run without its end has no
 window.
 
@@ -107,8 +107,8 @@ class _Spans:
 class PrefixEvicted(BadHandle):
     """The match has lost its lease and the prefix was evicted: match again.
 
-    `KVCache.trim` with ``prefixes=True`` ends all leases, `PrefixMatch.release` ends one; leases of
-    a `ParallelKVCache` end with the next `step`.
+    `KVCache.trim` with ``prefixes=True`` ends all leases, and `PrefixMatch.release` ends one; the
+    leases of a `ParallelKVCache` end with the next `step`.
     """
 
 
@@ -134,7 +134,7 @@ class PrefixMatch(Scoped):
         length: number of tokens matched, a multiple of the sharing unit; 0: none.
         asked: number of tokens in the prompt.
         in_host: number of following tokens whose rows are in host memory
-            (`KVCacheConfig.host_prefixes`). `alloc_prefix` loads them if memory is not short. They
+            (`KVCacheConfig.host_prefixes`). `alloc_prefix` loads them unless memory is short. They
             are not leased.
         ids: the prompt; set only if prefixes are kept in host memory.
     """
@@ -184,7 +184,7 @@ class Leases:
     def has(self, lease: Lease) -> bool:
         """True if a lease still pins its node.
 
-        That is, the lease was neither ended nor undone after an exception.
+        That is, it has neither ended nor been undone after an exception.
         """
         return lease in self._open
 
@@ -271,7 +271,7 @@ class PrefixCache:
         self.host = HostPrefixes(layouts, self.unit_pages, self._groups)
 
     def join(self, group: Sharing, window: Window | None) -> None:
-        """Adds a group that was just created."""
+        """Adds a newly created group."""
         if window is not None:
             self._windows[len(self._groups)] = window
         self._groups.append(group)
@@ -305,9 +305,9 @@ class PrefixCache:
         return any(units * group.unit_pages > one.shared for group, one in each)
 
     def _firsts(self, slot: Slot) -> list[tuple[int, int]]:
-        """Returns the first page whose rows the request holds, for each group with a window.
+        """Returns the first page whose rows the request still holds in each group with a window.
 
-        Each item holds a group's index and that page.
+        Each item is a group's index and that page.
         """
         return [
             (place, window.first_page(self._groups[place].table.slots[slot.index]))
@@ -347,12 +347,12 @@ class PrefixCache:
     def _look(
         self, slot: Slot, tokens: Any, namespace: Hashable
     ) -> tuple[TokenIds, list[tuple[Sharing, Slot]], Match[_Spans], int]:
-        """Looks up the rows that a request holds in the recorded prefixes.
+        """Looks up, among the recorded prefixes, the tokens whose rows a request holds.
 
         Returns:
-            The ids of the rows; the request's slot in each group; the match; and the number of full
-            units that the request holds, or 0 if they are already recorded or the slot does not
-            have all of the rows to record.
+            The ids of these tokens; the request's slot in each group; the match; and the number of
+            full units that the request holds, or 0 if there is nothing to record: the units are
+            recorded already, some of their rows have left a window, or a group has a state.
         """
         self._groups[0].require(PREFIXES, "record")
         ids, index = TokenIds.of(tokens, namespace), slot.index
@@ -435,7 +435,7 @@ class PrefixCache:
         return [*self.tree.pin_edits(pins, slot.pins), [slot, "pins", pins]]
 
     def shorten_edits(self, slot: Slot, rows: int) -> list[list[Any]]:
-        """Returns the edits that reduce a slot's pins to the prefixes of its first `rows` rows."""
+        """Returns the edits that cut a slot's pins back to prefixes of its first `rows` rows."""
         parts = [self.tree.cut_at(node, rows) for node in slot.pins]
         return self.slot_pin_edits(slot, [node for node in parts if node.parent is not None])
 
@@ -449,7 +449,7 @@ class PrefixCache:
         if left < 0:
             raise invalid(f"leave is {left}; it must not be negative")
         limit = max(0, min(count - left, self._layouts[0].max_rows))
-        found = self.tree.match(ids, limit)  # marks even the part that is not matched as used
+        found = self.tree.match(ids, limit)  # also marks the part past the match as used
         length = self._ends(found) if self._windows else found.length
         node = self.tree.cut_at(found.node, length)
         match = PrefixMatch(length, count, self.leases.add(node), self.leases)
@@ -467,7 +467,7 @@ class PrefixCache:
         return self.host.find(match.ids, self.unit, match.length, end)
 
     def _ends(self, found: Match[_Spans]) -> int:
-        """Returns the length of the longest part of a match whose window every group has."""
+        """Returns the longest length at which a match can end with every group's full window."""
         units, before = found.length // self.unit, -1
         while units != before:
             before = units
@@ -476,7 +476,7 @@ class PrefixCache:
         return units * self.unit
 
     def _end(self, place: int, parts: Sequence[tuple[_Spans, int]], units: int) -> int:
-        """Returns the largest number of units, up to `units`, whose window a group has.
+        """Returns the most units, up to `units`, after which a group has the full window.
 
         Returns 0 if there is none.
         """
@@ -540,7 +540,7 @@ class PrefixCache:
         return self._span(place, match._lease.node, match.length)
 
     def _span(self, place: int, node: Node[_Spans], length: int) -> Span:
-        """Returns a group's pages for the first `length` tokens, at least 1, on a node's path.
+        """Returns a group's pages for the first `length` tokens (at least 1) on a node's path.
 
         With a window, returns only those pages of the window that are recorded.
         """
@@ -635,7 +635,7 @@ class PrefixCache:
         return bool(holders)
 
     def leased(self, place: int) -> int:
-        """Returns how many pages per tensor are not used by any request but protected by leases."""
+        """Returns how many pages per tensor are protected by leases but not used by any request."""
         if not self.leases:
             return 0
         return self._kept_pages(place, self.leases.kept())

@@ -4,7 +4,7 @@
 All nodes except roots are in a list ordered by last use. A use moves the whole path to the end,
 deepest node first, so a node follows its children, and eviction normally finds a leaf at the front.
 A node at the front that cannot be evicted (pinned, an ancestor of a pinned node, or out of order
-after an interrupted use) is moved to the end. So the ancestors of a pinned node need no mark.
+after an interrupted use) is moved to the end, so the ancestors of a pinned node need no marking.
 
 Ids are compared in *units*. A unit is the smallest number of tokens that requests can share; fewer
 tokens would end in the middle of a page. A node holds a run of units, and the caller's *span* for
@@ -18,8 +18,9 @@ all namespaces. If a new prefix diverges in the middle of a run, the run is spli
 gets its part of the span. The old node becomes the lower half, so that its end and its pins stay
 valid.
 
-All changes except those to the order are edits (see `Outcome`), one C call per change. The tree
-does not manage memory and makes no driver calls. Not thread-safe: the caller must hold a lock.
+Except for changes to the order, every change is a list of edits (see `Outcome`) made by one C call.
+The tree does not manage memory and makes no driver calls. Not thread-safe: the caller must hold a
+lock.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class TokenIds:
             ``array.array``, a one-dimensional numpy array or torch tensor of integers (a GPU tensor
             is copied, which waits for its stream), or a `TokenIds`.
         namespace: whatever the keys and values depend on in addition to the ids, such as an
-            adapter, an image or a tenant. The same ids in another namespace are another prefix.
+            adapter, an image or a tenant. The same ids in another namespace are a different prefix.
             None, the default, is also a namespace; but for a `TokenIds`, None keeps its own
             namespace.
 
@@ -70,7 +71,7 @@ class TokenIds:
 
     @classmethod
     def of(cls, tokens: Any, namespace: Hashable = None) -> TokenIds:
-        """Returns `tokens` itself if it is a `TokenIds` in that namespace, or else converts it."""
+        """Returns `tokens` itself if it is a `TokenIds` in that namespace, or converts it."""
         if isinstance(tokens, cls) and (namespace is None or namespace == tokens.namespace):
             return tokens
         return cls(tokens, namespace)
@@ -121,7 +122,7 @@ def _namespace(tokens: Any, namespace: Hashable) -> Hashable:
         same = bool(namespace == namespace)
     except (TypeError, ValueError, RuntimeError):
         same = False
-    if not same:  # for example NaN or an array, which are useless as keys
+    if not same:  # such as NaN or an array, which cannot serve as a key
         raise invalid(f"namespace {_brief(namespace)} does not equal itself")
     own = tokens.namespace if isinstance(tokens, TokenIds) else None
     if own is None or namespace is None or namespace == own:
@@ -186,7 +187,7 @@ class Change(NamedTuple):
         stored: True if recorded, False if evicted.
         ids: the prefix that ends with the units.
         first: index of the first changed unit; earlier units are unchanged.
-        number: sequence number of the change, from 0.
+        number: sequence number of the change, starting at 0.
     """
 
     stored: bool
@@ -324,7 +325,7 @@ _MAX_UNIT = 1 << 30  # tokens; a sanity limit
 class PrefixTree(Generic[S]):
     """Recorded prefixes and the spans that hold their rows. Not thread-safe.
 
-    An argument `tokens` may be anything that `TokenIds` accepts. Tokens past the last full unit are
+    A `tokens` argument may be anything that `TokenIds` accepts. Tokens past the last full unit are
     ignored.
 
     Args:
@@ -341,7 +342,7 @@ class PrefixTree(Generic[S]):
         told: number of the last change that the caller has passed on; set by the caller.
 
     Raises:
-        InvalidArgument: `unit` is not a whole number or not positive.
+        InvalidArgument: `unit` is not a whole number from 1 to 2**30.
     """
 
     def __init__(self, unit: int, change: Callable[[list[list[Any]]], None] | None = None) -> None:
@@ -360,13 +361,13 @@ class PrefixTree(Generic[S]):
     def match(self, tokens: Any, limit: int | None = None) -> Match[S]:
         """Finds the longest recorded prefix of `tokens` and marks it as used.
 
+        This takes one dictionary lookup per node on the path, and compares the matched bytes and
+        copies them at most once. It changes only the order of last use.
+
         Args:
             tokens: the prompt.
             limit: maximum number of tokens to compare. An engine that must compute the last token
                 passes the prompt's length minus 1.
-
-        Costs a dictionary lookup per node on the path, and a comparison and at most one copy of the
-        bytes matched. Changes only the order of last use.
 
         Raises:
             InvalidArgument: bad tokens, or a negative `limit`.
@@ -499,9 +500,9 @@ class PrefixTree(Generic[S]):
     def evict(self, pages: int, *, whole: bool = False) -> list[S]:
         """Evicts leaves, least recently used first, until `pages` pages have left the tree.
 
-        The last leaf loses only as many units at its end as necessary, unless `whole` is set.
+        Unless `whole` is set, the last leaf loses only as many units from its end as necessary.
         Returns the evicted spans, in order, which the caller then owns. They have fewer pages than
-        requested if all others are pinned. Raises InvalidArgument if `pages` is negative.
+        requested if everything else is pinned. Raises InvalidArgument if `pages` is negative.
         """
         if pages < 0:
             raise invalid(f"pages is {pages}; it must not be negative")
@@ -575,7 +576,7 @@ class PrefixTree(Generic[S]):
             yield f"its namespace is {node.namespace!r:.40}, its parent's differs"
 
     def _note(self, stored: bool, node: Node[S], skip: int, edits: list[list[Any]]) -> None:
-        """Appends an edit that adds a leaf's units after the first `skip` to `changes`."""
+        """Adds the edit that appends a leaf's units, without the first `skip`, to `changes`."""
         changes = self.changes
         if changes is not None:
             first = node.end // self.unit - node.units + skip
@@ -647,7 +648,7 @@ class PrefixTree(Generic[S]):
         return node.span
 
     def _cut(self, leaf: Node[S], pages: int) -> S:
-        """Removes a leaf, or just enough units at its end for `pages` pages; returns the span."""
+        """Removes a leaf, or just enough of its last units for `pages` pages; returns the span."""
         held = leaf.span.pages
         stay = leaf.units - -(-pages * leaf.units // held) if held > pages else 0
         if not stay:

@@ -53,7 +53,7 @@ class Sharing:
     def gather(
         self, slot: Slot, low: int, high: int, events: Sequence[Any] = (), *, holders: int = 1
     ) -> tuple[Part, ...]:
-        """Returns a new block for each stretch of pages [low, high) of a slot in the same tier.
+        """Returns a slot's pages [low, high) as new blocks, one for each stretch in a single tier.
 
         For `events` and `holders`, see `Block`. The blocks' handles are released when the current
         call ends, unless edits of `SharedPages.use_edits` record them.
@@ -72,9 +72,8 @@ class Sharing:
     def share(self, slot: Slot, pages: int) -> None:
         """Turns a running request's pages below page `pages` into shared pages.
 
-        Remaps them read-only in place.
-
-        No GPU work may touch the slot, and no batch may be in flight on it.
+        They are remapped read-only in place. No GPU work may be touching the slot, and no batch may
+        be in flight on it.
 
         Raises:
             NotRecoverable: the pages could be mapped neither read-only nor as before; the request
@@ -91,9 +90,9 @@ class Sharing:
             raise self.table.lose(slot, error) from error
 
     def adopt_edits(self, slot: Slot, own: tuple[Part, ...]) -> list[list[Any]]:
-        """Returns the edits that make `own`, the pages past those that the slot shares, shared.
+        """Returns the edits that make `own`, the pages after the slot's shared ones, shared too.
 
-        They suffice if the request is about to be freed, since its own mapping then need not become
+        They are enough if the request is about to be freed: its own mapping then need not become
         read-only. Other requests that map the pages wait for the events of `own` (`gather`).
         """
         span, low = Span(slot.span.parts + own, self.unit_pages), slot.head + slot.span.pages
@@ -109,7 +108,7 @@ class Sharing:
     # ---- mapping shared pages in more slots ------------------------------------------------------
 
     def empty(self, slot: Slot) -> None:
-        """Unmaps all pages of a free slot; waits for that and for the GPU work on them.
+        """Unmaps all pages of a free slot, after the GPU work on them; waits for both.
 
         Raises:
             OutOfMemory: an unmap could not be started. VMemError: an unmap failed; see
@@ -128,7 +127,7 @@ class Sharing:
         """Returns whether a failure of `empty` or of `lend` counts as a shortage of memory.
 
         Neither takes memory from the cache; both need only memory for records and page tables. With
-        several ranks, perhaps only one of them is short of such memory, so the failure is an error.
+        several ranks, only one of them may be short of that memory, so the failure is an error.
         """
         short = isinstance(error, (OutOfMemory, TooManyBatches, TooManyMappings))
         return short and not self.table.lockstep
@@ -162,7 +161,7 @@ class Sharing:
     def begins(self, slot: Slot, span: Span, length: int) -> bool:
         """Returns whether a kept slot without a batch in flight begins with pages of a span.
 
-        The span has the pages of a prefix of `length` tokens that are in the window, or all.
+        The span holds the pages of a prefix of `length` tokens, or only those in the window.
         """
         own, head = slot.span, self.layout.window_page(length)
         return (
@@ -179,7 +178,7 @@ class Sharing:
         """Makes `reader` wait for the GPU work that wrote the pages."""
         for block, *_ in span.parts:
             if block.events:
-                # This need not be an edit, since pruning stays valid if the call fails.
+                # Not an edit, since pruning remains valid even if the call fails.
                 block.events = prune(block.events)
                 for event in block.events:
                     order_after(event, reader, self.pager.mover.device)

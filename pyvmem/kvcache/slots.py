@@ -22,9 +22,9 @@ Unmapping usually starts right away, except for a *kept* slot: all pages that it
 recorded prefix, so the next turn of the conversation can continue in it without a driver call.
 
 Pages below `large_end` may be mapped by 2 MiB entries, in blocks of `block` pages. No part of such
-a block can be unmapped while GPU work may read any of it. So a running request's pages between
-`granted` and the end of that block are not spare; `KVCache.step` unmaps them only when memory is
-short, after waiting for all work on the device.
+a block can be unmapped while GPU work may be reading any of it. A running request's pages between
+`granted` and the end of the block are therefore not spare; `KVCache.step` unmaps them only when
+memory is short, after waiting for all work on the device.
 
 `SlotTable` finds slots by a linear scan in C over the slot records: there is no index to keep
 consistent and no second copy of a slot's state.
@@ -78,14 +78,14 @@ class Slot(Row):
         dirty: pages below this may hold an earlier owner's data.
         owner: incremented whenever the owner changes, so that growth started for one owner is not
             granted to the next.
-        events: the last GPU work of earlier owners that may not be complete.
+        events: the last GPU work of earlier owners, if it may still be running.
         job: the batch in flight on this slot's addresses (at most one): `Growth`, `Unmap`, `Slide`
             or None.
         span: the shared pages, from `head` on.
         pins: nodes of the prefix tree that cannot be evicted while the request runs.
         tier_map: the off-device pages.
         freed_at: step count at which the slot became free.
-        freed_order: sequence number of the slot's last freeing; larger is more recent.
+        freed_order: sequence number of the last time that the slot was freed; higher is later.
         stale: True if the slot must be unmapped before reuse, because an earlier owner's shared or
             off-device pages are mapped or its first pages are missing. Computed in C from the other
             fields.
@@ -149,7 +149,7 @@ class Slot(Row):
 
     @property
     def grows_from(self) -> int:
-        """The first page to map when the slot grows; 0 if stale, since all are unmapped first."""
+        """First page to map when the slot grows; 0 if stale, since all pages are unmapped first."""
         return 0 if self.stale else self.mapped
 
     def here_from(self, page: int) -> int:
@@ -209,12 +209,12 @@ class SlotTable:
         return iter(self.slots)
 
     def pick(self, every: int, none: int = 0) -> list[Slot]:
-        """Returns slots with all `Kind` flags of `every` and none of `none`, longest free first."""
+        """Returns slots with all `Kind` flags in `every` and none in `none`, longest free first."""
         return list(map(self.slots.__getitem__, self.columns.pick(every, none)))
 
     @property
     def free(self) -> list[Slot]:
-        """Slots that a request may get, least recently used first."""
+        """Slots that can be allocated, least recently used first."""
         return self.pick(Kind.FREE)
 
     @property
@@ -239,7 +239,7 @@ class SlotTable:
         self.change(slot, active=True, kept=False, owner=slot.owner + 1)
 
     def give_back(self, slot: Slot, event: Any, now: int, edits: Sequence[list[Any]] = ()) -> None:
-        """Frees a slot, making further edits in the same change; granted pages become dirty.
+        """Frees a slot and applies `edits` in the same change; its granted pages become dirty.
 
         `event` is the owner's last GPU work, or None if that is complete; `now` is the cache's step
         count.
@@ -279,7 +279,7 @@ class SlotTable:
     # ---- choosing --------------------------------------------------------------------------------
 
     def best_fit(self, pages: int) -> Slot | None:
-        """Returns the free slot with the fewest mapped pages, but at least `pages`.
+        """Returns the free slot with the fewest mapped pages among those with at least `pages`.
 
         If no free slot has that many, returns the one with the most. Ties go to the slot that has
         been free longest. Slots with an unmap in flight are the last choice, since growing them
@@ -294,9 +294,9 @@ class SlotTable:
     def to_prepare(self, pages: int) -> Slot | None:
         """Returns a free slot in which to map `pages` pages per tensor ahead, or None.
 
-        Chooses the slot with the fewest mapped pages, but at least `pages`; failing that, the slot
-        with the most among those without a batch in flight. Ties are broken as in `best_fit`. A
-        stale slot is never chosen.
+        Chooses the slot with the fewest mapped pages among those with at least `pages`; failing
+        that, the slot with the most among those without a batch in flight. Ties are broken as in
+        `best_fit`. A stale slot is never chosen.
         """
         for busy in (0, Kind.BUSY):
             found = self.columns.fit(pages, Kind.FREE, Kind.STALE | busy)
@@ -305,7 +305,7 @@ class SlotTable:
         return None
 
     def emptiest(self, count: int) -> list[Slot]:
-        """Returns up to `count` free slots, those that will be empty soonest.
+        """Returns up to `count` free slots, choosing those that will be empty soonest.
 
         Slots without pages come first.
         """
@@ -330,7 +330,8 @@ class SlotTable:
         """Yields slots with spare pages, in the order in which they should lose them.
 
         Free slots come before those of running requests, and slots without pending GPU work before
-        others. Otherwise, the least recently used come first. Skips slots with a batch in flight.
+        others; among equals, the least recently used come first. Skips slots with a batch in
+        flight.
 
         Args:
             active: include the surplus pages of running requests.
@@ -359,9 +360,9 @@ class Growth:
     """New pages and zero-fills for a `step`, or for eager pages.
 
     It has at most two batches: `mapping` maps new pages and runs the fills that need not wait, all
-    or nothing; `filling` runs the fills that must follow earlier owners' GPU work, those of `late`.
-    Each is None if there is no such batch or if it has already run. `handover` holds earlier
-    owners' GPU work that the new owner's stream must wait for, for pages that are not zero-filled.
+    or nothing; `filling` runs the fills in `late`, which must follow earlier owners' GPU work. Each
+    is None if there is no such batch or if it has already run. If pages are not zero-filled,
+    `handover` holds the earlier owners' GPU work that the new owner's stream must wait for.
     With `ahead`, the pages are not granted, since no caller requested them. With `quiet`, a failure
     is not raised, since no caller requested the growth or another group in the same batch raises
     it. The counts are physical pages. `grants` holds slots, each with its owner number and the
@@ -440,9 +441,9 @@ class Slide:
     """An in-flight unmap, in one batch, of pages that left the windows of several slots.
 
     Slot ``slots[i]``, whose owner number was `owners[i]`, loses pages [`lows[i]`, `heads[i]`). The
-    first of these were shared: `shares[i]`; `span` is the sum of all shares. `tier_map` restores
-    the slots if the batch fails; `off_device` counts unshared off-device pages, by tier. The
-    failure of a `quiet` slide is reported by another group's slide.
+    first of these pages, `shares[i]`, were shared; `span` concatenates all shares. `tier_map`
+    restores the slots if the batch fails; `off_device` counts unshared off-device pages, by tier.
+    The failure of a `quiet` slide is reported by another group's slide.
     """
 
     takes_pages: ClassVar[bool] = True
@@ -514,7 +515,7 @@ class Move:
         return self.ticket is None or self.ticket.done()
 
     def wait(self) -> None:
-        """Waits for the copies; raises their failure."""
+        """Waits for the copies; raises their error if they failed."""
         if self.ticket is not None:
             self.ticket.wait()
             self.ticket = None
