@@ -14,14 +14,14 @@ others and reclaim from them without deadlock, and whether a call gets its memor
 the order of calls.
 
 Several engines may share a budget, each making calls back to back in its own thread. With a
-`threading.RLock`, the thread that has just released the lock reacquires it before another thread
-wakes up. In one measurement with two caches, a call that maps nothing waited behind a thousand
-calls to the other cache. `FairLock` is therefore passed to the first waiter.
+`threading.RLock`, the thread that has just released the lock reacquires it before a waiting thread
+wakes up: in one measurement with two caches, a call that maps nothing waited behind a thousand
+calls to the other cache. `FairLock` is therefore handed to the first waiter.
 
-A call holds the lock while it waits for GPU work, so a call to one cache may take as long as the
-GPU work on another cache's free slots. That work must therefore be able to finish without another
-call to any cache in the budget. Work that has already been launched can. An `FdEvent` that a thread
-sets only after its next call would deadlock.
+A call may hold the lock while it waits for GPU work, so a call to one cache may have to wait for
+the GPU work on another cache's free slots. That work must therefore be able to finish without
+another call to any cache in the budget. Work that has already been launched can, but an `FdEvent`
+that a thread sets only after its next call would cause a deadlock.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ __all__ = [
 
 
 class FairLock(RLock):  # type: ignore[misc]  # final only for type checkers
-    """A lock for `with` blocks that is passed to the first waiter, so that no thread can barge in.
+    """A lock for `with` blocks that is handed to the first waiter, so no thread can barge in.
 
     The first waiter holds a gate while it waits for the lock. The other waiters queue on the gate,
     in an order that the OS chooses. Both locks are re-entrant, because a finalizer or signal
-    handler can run at any line and may call a cache. Leaving the block runs C code only, which no
-    signal can interrupt.
+    handler can run at any line and may call a cache. Leaving the block runs only C code, which no
+    signal handler can interrupt.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class FairLock(RLock):  # type: ignore[misc]  # final only for type checkers
                 with self._gate:
                     taken.extend(map(self.acquire, (True,)))
             return True
-        # If a signal handler raised, the block is not entered, so release the lock.
+        # If a signal handler raised, the `with` block is never entered, so release the lock here.
         except BaseException:
             if taken:
                 self.release()
@@ -132,27 +132,28 @@ class Budget(Closable):
     """One context's memory, shared by several caches: ``KVCache(config, budget=budget)``.
 
     A cache may use memory up to its ceiling (`KVCacheConfig.memory_limit`) as long as the other
-    caches' floors (`KVCacheConfig.memory_floor`) stay free for them. If that is not enough, unowned
-    pages are reclaimed from the other caches, first from free slots, then from recorded prefixes,
-    down to their floors. Pages that a request owns are never taken.
+    caches' floors (`KVCacheConfig.memory_floor`) stay free for them. If too little memory is free,
+    unowned pages are reclaimed from the other caches, down to their floors: first from free slots,
+    then from recorded prefixes. Pages that a request owns are never taken.
 
     With a ledger, the total is only a ceiling. The budget then counts as one of the ledger's
     engines, alongside those in other processes (such as vLLM), and may use the memory that the
     ledger grants it. A call that is short of memory posts the shortage in the ledger and returns -1
-    or False as usual; a later call gets the memory that other engines returned. When another engine
-    is short, the caches return unowned pages, down to their floors. A background thread does the
-    same, under the lock, so that memory is returned even while no cache is called. `vmem top` shows
-    the budget, and `vmem limit` lowers its ceiling. `pyvmem.announce` registers an engine that
-    allocates its own memory.
+    or False as usual; a later call gets the memory that other engines have returned by then. When
+    another engine is short, a background thread takes the lock and returns unowned pages, down to
+    the caches' floors, even while no cache is being called. `vmem top` shows the budget, and
+    `vmem limit` lowers its ceiling. `pyvmem.announce` registers an engine that allocates its own
+    memory.
 
-    Thread-safe. Calls to its caches run one at a time, even if one waits for GPU work.
+    Thread-safe. Calls to its caches run one at a time; a call that waits for GPU work may hold up
+    the others.
 
     Args:
         context: the context that all its caches use; must outlive them.
         total_bytes: physical memory for all caches together; 0: 90% of the GPU's currently free
             memory, or all available memory on the host.
-        ledger: the ledger of the context's device, owned by the budget from now on; it may be
-            closed if this raises. None: memory is not shared with other processes.
+        ledger: the ledger of the context's device. The budget takes ownership of it, and may have
+            closed it if this raises. None: memory is not shared with other processes.
         name: the engine's name in the ledger; "" stands for "pyvmem-" and the process id.
         floor_bytes: memory that the ledger's other engines must leave for this budget.
 
@@ -223,7 +224,7 @@ class Budget(Closable):
     def least_bytes(self) -> int:
         """Total size of one page in every tensor of every cache.
 
-        With less memory, a request may never run.
+        With less memory than this, a request might never be able to run.
         """
         return max(self.context.info.granule, sum(share._column for share in self._shares))
 
@@ -248,9 +249,9 @@ class Budget(Closable):
         """Changes the total, without mapping or unmapping anything.
 
         Raises:
-            InvalidArgument: the total is less than a page, less than the caches use and floors
-                reserve, or more than 2**62; or the budget is on a ledger, where `vmem limit` sets
-                the limit.
+            InvalidArgument: the total is less than a page, less than what the caches use and their
+                floors reserve, or more than 2**62; or the budget is on a ledger, where `vmem limit`
+                sets the limit.
         """
         with self.lock, self.journal:
             if self._ledger is not None:
@@ -267,16 +268,16 @@ class Budget(Closable):
             self.total_bytes = total
 
     def reclaim(self, limit: int) -> None:
-        """Starts unmapping unowned pages until `limit` bytes remain; does not wait.
+        """Starts unmapping unowned pages to get down to `limit` bytes; does not wait.
 
-        Floors and pages that requests hold are kept.
+        Memory reserved by floors and pages that requests own are kept.
         """
         with self.lock, self.journal:
             self._poll()
             self._reclaim(self._reserved() - limit)
 
     def stats(self) -> BudgetStats:
-        """Returns the memory of every cache. Polls batches in flight but does not wait for them."""
+        """Returns the budget's state. Polls batches in flight but does not wait for them."""
         with self.lock, self.journal:
             self._poll()
             return BudgetStats(
@@ -351,7 +352,7 @@ class Budget(Closable):
     # ---- the ledger ------------------------------------------------------------------------------
 
     def _tend(self) -> bool:
-        """Runs one pass of the thread: returns or takes memory, and reports memory use.
+        """Runs one pass of the thread: gives memory back or takes more, and reports memory use.
 
         Returns False to stop the thread.
         """
@@ -372,7 +373,7 @@ class Budget(Closable):
             return True
 
     def _give_back(self, ledger: OnLedger, nbytes: int) -> None:
-        """Returns free memory to the ledger; starts unmapping pages for the rest of `nbytes`."""
+        """Gives free memory back to the ledger; starts unmapping pages for the rest of `nbytes`."""
         self._reclaim(nbytes - (ledger.granted - self._reserved()))
         ledger.give(min(nbytes, ledger.granted - self._reserved()))
         self.context.trim(0)
@@ -403,7 +404,7 @@ class Budget(Closable):
 
 
 class Share:
-    """A cache's part of a budget: how much it may use and from whom it may reclaim.
+    """A cache's part of a budget: how much it may use and which caches it may reclaim from.
 
     The caller holds the lock.
     """
@@ -415,7 +416,7 @@ class Share:
         self.pager = pager
         self.reclaimer = pager.reclaimer
         self.layout = pager.layout
-        self._column = pager.layout.page_bytes  # memory is freed in multiples of it
+        self._column = pager.layout.page_bytes  # memory is freed in multiples of this
         self.floor = floor
         self._own = own
 
@@ -442,7 +443,7 @@ class Share:
         return self.budget.total_bytes
 
     def beyond(self) -> int:
-        """Returns how many bytes the ledger could grant when last read; 0 if there is no ledger."""
+        """Returns how many bytes the ledger could grant when last read; 0 without a ledger."""
         return 0 if self.budget._ledger is None else self.budget._ledger.hint
 
     def take(self, nbytes: int) -> None:
@@ -460,11 +461,11 @@ class Share:
             self.budget._ledger.ask(nbytes - self._inside())
 
     def engines(self) -> list[tuple[str, int]]:
-        """Returns the other engines that hold driver mappings, with the number that each holds."""
+        """Returns the other engines that hold driver mappings, and how many each of them holds."""
         return [] if self.budget._ledger is None else self.budget._ledger.others()
 
     def within_reach(self) -> int:
-        """Returns what `room` would be if other caches and the ledger gave all they can."""
+        """Returns what `room` would be if the other caches and the ledger gave all they could."""
         ledger = self.budget._ledger
         return self._inside() + (0 if ledger is None else ledger.beyond())
 
@@ -486,7 +487,7 @@ class Share:
             one.pager.finish_idle()
 
     def poll(self) -> None:
-        """Completes finished batches of the other caches."""
+        """Records the results of the other caches' finished batches."""
         for one in self._rest():
             one.reclaimer.poll()
             one.pager.poll()
@@ -497,7 +498,7 @@ class Share:
         return any(stopped)
 
     def unsettled(self, *, promoting: bool = True) -> int:
-        """Returns how many bytes the other caches would free after a wait, down to their floors."""
+        """Returns how many bytes above their floors the other caches would free after a wait."""
         return sum(
             min(one.pager.unsettled({}, promoting=promoting) * one.layout.page_size, one._excess())
             for one in self._rest()
@@ -535,7 +536,7 @@ class Share:
                 missing = nbytes - self.returning()
                 spare = slot.spare_beyond(keep[slot]) if slot in keep else slot.spare
                 columns = min(spare, one._excess() // column, -(-missing // column))
-                # The owner still uses part of the 2 MiB entry that maps the spare pages.
+                # The owner may still be using part of the 2 MiB entry that maps its surplus pages.
                 if not spare:
                     continue
                 if columns <= 0 or not reclaimer.try_unmap(slot, slot.mapped - columns, now=now):
@@ -587,9 +588,9 @@ class OnLedger(Participant):
         |                                                 |          | others may take it |
 
     Memory is taken from the ledger before a cache maps it, either by a call that is short of memory
-    or, ahead of need, by the thread, so that few calls have to take the file lock. The thread
-    returns memory when another engine is short or the limit was lowered, even while no cache is
-    called.
+    or, ahead of need, by the budget's thread, so that few calls have to take the file lock. The
+    thread gives memory back when another engine is short or the limit has been lowered, even while
+    no cache is being called.
 
     Args:
         ledger: the ledger of the context's device; closed by `close`.
@@ -597,6 +598,7 @@ class OnLedger(Participant):
         name, floor, limit: as in `Ledger.join`.
 
     Raises:
+        NotSupported: the GPU is in MIG mode; the ledger is still open.
         VMemError: as for `Ledger.join`; the ledger is closed.
     """
 
@@ -640,7 +642,7 @@ class OnLedger(Participant):
             self._asked = nbytes > 0
 
     def others(self) -> list[tuple[str, int]]:
-        """Returns the other engines that hold driver mappings, with the number that each holds."""
+        """Returns the other engines that hold driver mappings, and how many each of them holds."""
         account = self.account
         mine = account.ledger.word(account.slot, "identity")
         return [
@@ -656,7 +658,7 @@ class OnLedger(Participant):
         return self.account.excess(free_bytes(self._context))
 
     def give(self, nbytes: int) -> None:
-        """Gives memory that no cache uses and no floor reserves back to the ledger."""
+        """Gives `nbytes` that no cache uses and no floor reserves back to the ledger."""
         if nbytes > 0:
             self.account.give(nbytes)
 
@@ -671,8 +673,8 @@ class OnLedger(Participant):
 def available_bytes(context: Context) -> int:
     """Returns a cache's default size in bytes.
 
-    This is the free memory of the context's pool plus 90% of the GPU's free memory or, on the host,
-    all of the free memory.
+    This is the free memory in the context's pool plus 90% of the GPU's free memory (or, on the
+    host, all of its free memory).
     """
     free = context.memory().free_bytes
     if context.cuda_device is not None:
@@ -681,5 +683,5 @@ def available_bytes(context: Context) -> int:
 
 
 def free_bytes(context: Context) -> int:
-    """Returns how many bytes caches could get now: the device's free memory and the free pool."""
+    """Returns how many bytes caches could get now: the free memory of the device and the pool."""
     return context.memory().free_bytes + context.stats().free_bytes

@@ -5,8 +5,8 @@ Each method takes the lock, checks that the cache is open and calls a function o
 this package. The function acts on every group of layers: a `KVCache` has one, a `LayeredCache` has
 several.
 
-`KVCache` chooses slots itself, and its limit is set at creation. A program written for another
-cache may instead choose slots itself (`CacheSlots.claim`) or set the limit after the tensors exist
+`KVCache` chooses slots itself, and its limit is set at creation. A program written for a different
+KV cache may instead choose the slots (`CacheSlots.claim`) or set the limit once the tensors exist
 (`CacheMemory.set_limit`).
 """
 
@@ -68,7 +68,7 @@ class GroupView(Facet):
 
     Attributes:
         config: configuration of these layers.
-        layout: sizes and offsets, for planning or drawing.
+        layout: sizes and offsets, for planning or visualization.
         context: the context that the pages belong to.
         reservation: the addresses of all tensors; `layout` gives the offsets.
     """
@@ -94,11 +94,11 @@ class GroupView(Facet):
             return list(self._tensors)
 
     def k(self, layer: int) -> torch.Tensor:
-        """See `KVCache.k`; `layer` is the index in this group."""
+        """See `KVCache.k`; `layer` is the index within this group."""
         return self._layer(layer, 0)
 
     def v(self, layer: int) -> torch.Tensor:
-        """See `KVCache.v`; `layer` is the index in this group."""
+        """See `KVCache.v`; `layer` is the index within this group."""
         return self._layer(layer, 1)
 
     @property
@@ -183,7 +183,7 @@ class KVCache(MustClose):
         context: a context to share; must outlive the cache. None: the cache opens a context and
             owns it.
         backend: back end of the owned context.
-        device: device of the owned context: CUDA ordinal, torch or cuda.core device.
+        device: device of the owned context: a CUDA ordinal, or a torch or cuda.core device.
         budget: memory to share with other caches; the cache uses the budget's context.
 
     Raises:
@@ -317,9 +317,9 @@ class KVCache(MustClose):
     def truncate(self, reqid: int, length: int, stream: Any = None) -> int:
         """Drops a request's rows from `length` on, and the pages that held only these rows.
 
-        With the request's current length, drops only the pages that a prefill mapped past the rows
-        for its kernel to read (`KVCacheConfig.overread_rows`), so that other requests can use that
-        memory once the prompt is computed.
+        If `length` is the request's current length, drops only the pages that a prefill mapped past
+        the rows for its kernel to read (`KVCacheConfig.overread_rows`), so that other requests can
+        use that memory once the prompt is computed.
 
         Use it for rejected tokens (speculative decoding), or to roll a request back. Only this call
         shortens a running request: passing a smaller number to `step` does not.
@@ -330,10 +330,10 @@ class KVCache(MustClose):
         work on `stream`. If `length` is within a shared page, the page is copied, since the request
         may write past its last row.
 
-        If a `step` grows the request again, rows hold their earlier contents where the page was
-        kept: the page in which row ``length - 1`` ends, the pages that decoding reads past it
-        (`KVCacheConfig.overread_decode`), and pages promised by a `step_async`. All other rows are
-        zero, or undefined if `KVCacheConfig.zero_fill` is off.
+        If a later `step` grows the request again, rows still hold their earlier contents in pages
+        that were kept: the page in which row ``length - 1`` ends, the pages that decoding reads
+        past it (`KVCacheConfig.overread_decode`), and pages promised by a `step_async`. All other
+        rows are zero, or undefined if `KVCacheConfig.zero_fill` is off.
 
         Args:
             reqid: the request.
@@ -363,7 +363,7 @@ class KVCache(MustClose):
     # ---- steps ---------------------------------------------------------------------------------
 
     def step(self, seq_lens: Sequence[int], stream: Any = None) -> int:
-        """Maps the pages that every slot needs, for the work that the caller is about to launch.
+        """Maps the pages that the slots need for the work that the caller is about to launch.
 
         Args:
             seq_lens: for every reqid, the number of tokens that the slot must hold; 0 for free
@@ -371,7 +371,7 @@ class KVCache(MustClose):
                 (`truncate` removes rows).
             stream: the stream that will use the pages (None: torch's current stream). Fills may
                 still be running when this returns; the stream waits for them. If an event is
-                passed, and on the host, the call itself waits. When pages copied by `promote` or
+                passed, or on the host, the call itself waits. When pages copied by `promote` or
                 `move` replace the old pages, the call waits for the work on the stream so far.
 
         Returns:
@@ -381,7 +381,7 @@ class KVCache(MustClose):
 
         Raises:
             InvalidArgument: `seq_lens` has the wrong length, or a number in it is negative, too
-                large or for a free slot.
+                large, or above 0 for a free slot.
             VMemError: the driver failed, now or in a background batch of an earlier call. That
                 batch was undone, the cache is consistent, and the call may be repeated.
         """
@@ -391,12 +391,12 @@ class KVCache(MustClose):
             return steps.step(self._open(), seq_lens, stream)
 
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
-        """Starts mapping, in the background, the pages that `step` needs for the same lengths.
+        """Starts mapping, in the background, the pages that `step` will need for these lengths.
 
         Does not wait for GPU work or map calls. Starts reclaiming the memory that the growth needs:
         unowned pages are unmapped after the GPU work on them, including in other caches of the
-        budget; prefixes are evicted; copies for a promotion are cancelled. A later call starts the
-        growth with these pages, or the `step` waits for them. The same applies if GPU work of an
+        budget; prefixes are evicted; copies for a promotion are cancelled. A later call uses that
+        memory for the growth, or the `step` waits for it. The same applies if GPU work of an
         earlier owner delays a slot, or if an earlier call is still mapping pages of the request.
 
         A shortage is reported by this call, with one exception: memory that is not mapped yet when
@@ -406,7 +406,7 @@ class KVCache(MustClose):
         Args:
             seq_lens: as in `step`. They may run a few tokens ahead of the next `step`, which waits
                 only for the pages that it needs. This hides even a slow driver call.
-            stream: unused, accepted for symmetry; the `step` that follows orders its own stream.
+            stream: unused; accepted for symmetry with `step`, which orders its own stream.
 
         Returns:
             0, or -1 with nothing changed, as for `step`.
@@ -426,11 +426,11 @@ class KVCache(MustClose):
     ) -> int | None:
         """Allocates a request that begins with the rows of another, for sampling or beam search.
 
-        Both share the pages that are full below `length`; these are read-only from now on, and a
-        write to them faults. Only the last, partly filled page is copied, in every tensor. So
-        neither request may write rows below `length` again, but each may append independently. (To
-        rewrite rows, `truncate` first.) A state (`KVCacheConfig.state`) is copied. In layers with a
-        window, only the pages still in the window are shared.
+        The two share the pages that rows below `length` fill completely; these are read-only from
+        now on, and writing to them faults. Only the last, partly filled page is copied, in every
+        tensor. So neither request may write rows below `length` again, but each may append
+        independently. (To rewrite rows, `truncate` first.) A state (`KVCacheConfig.state`) is
+        copied. In layers with a window, only the pages still in the window are shared.
 
         Waits for the GPU work on `stream` if pages were written since the last fork.
 
@@ -466,8 +466,8 @@ class KVCache(MustClose):
     ) -> list[int] | None:
         """Forks `count` new requests in one batch: all of them or none. See `fork`.
 
-        `into` gives `count` different free reqids for the new requests, in the order in which they
-        are returned.
+        `into` gives `count` distinct free reqids for the new requests, which are returned in the
+        same order.
         """
         work, number = PriorWork(stream, self._groups[0].device), operator.index(count)
         into, blockers = into if into is None else [*into], waits.before_fork
@@ -503,14 +503,15 @@ class KVCache(MustClose):
                 `TokenIds`). Tokens past its rows, such as a last token that is not computed yet,
                 and tokens past the last full `sharing_unit` are ignored.
             stream: as in `free_reqid`.
-            namespace: whatever the rows depend on in addition to the ids, such as an adapter, an
-                image or a tenant; only matches with the same namespace find them.
+            namespace: whatever the rows depend on besides the ids, such as an adapter, an image or
+                a tenant; only a lookup with the same namespace finds them.
 
         Returns:
             The number of leading tokens that are recorded now; 0 if layers have a state
             (`KVCacheConfig.state`), which a recorded prefix cannot restore. If layers have a
-            window, only tokens whose window is still mapped count. If rows before the end have left
-            the window, only tokens recorded earlier count, and nothing new is recorded.
+            window, this counts up to the last place where a match can end (see `match`). If the
+            request no longer holds the whole window before the end of the tokens, nothing new is
+            recorded.
 
         Raises:
             InvalidArgument: bad tokens or namespace, or a free reqid.
@@ -525,14 +526,14 @@ class KVCache(MustClose):
         )
 
     def match(self, tokens: Any, leave: int = 1, namespace: Hashable = None) -> PrefixMatch:
-        """Looks up how much of a prompt is recorded, and leases that prefix against eviction.
+        """Looks up how much of a prompt is recorded, and leases that prefix so it is not evicted.
 
         If layers have a window, a match can end only where the whole window before its end is
         recorded: where a request was recorded, or where prompts diverged and a request recorded
         later still had the rows before that point. Otherwise the match is shorter, or empty.
 
         The lease ends when `alloc_prefix` has used the match, when the match is released or
-        garbage-collected, or with ``trim(prefixes=True)``. Leased memory counts as unowned but
+        garbage-collected, or when `trim` evicts prefixes. Leased memory counts as unowned but
         cannot be reclaimed. A match counts as a use of the prefix. Rows in host memory that
         continue it are not leased; see `PrefixMatch.in_host`.
 
@@ -564,11 +565,12 @@ class KVCache(MustClose):
             The reqid and the number of tokens that it already holds, including those loaded from
             host memory, which this waits for. The number is 0 if nothing is recorded, or if no slot
             could be emptied without waiting for an earlier owner's GPU work. None, with nothing
-            changed, if no slot is free or memory is short. After 0 or None a match keeps its lease.
+            changed, if no slot is free or memory is short. After 0 or None, a match that was passed
+            in keeps its lease.
 
         Raises:
-            InvalidArgument: bad tokens or namespace, more tokens than `max_seq_len`, or a match of
-                another cache.
+            InvalidArgument: bad tokens or namespace, more tokens than `max_seq_len`, or a match
+                from another cache.
             PrefixEvicted: the match has lost its lease, and the prefix was evicted.
             NotSupported: as for `fork`. VMemError: the driver failed; nothing has changed.
         """
@@ -627,11 +629,11 @@ class KVCache(MustClose):
     ) -> bool:
         """Returns whether new requests of these lengths all fit alongside the current requests.
 
-        Counts free slots, mappings that the context may still make, and all memory that is free or
-        reclaimable. That includes recorded prefixes that no request uses and no match leases, and
-        pages that batches in flight will free, without waiting for them. Memory that the context
-        would have to allocate from its device counts only to the extent that it is free there
-        now (`Context.memory`); another process may take it first.
+        Considers free slots, mappings that the context may still make, and all memory that is free
+        or reclaimable. That includes recorded prefixes that no request uses and no match leases,
+        and pages that batches in flight will free; the call does not wait for these. Memory that
+        the context would have to allocate from its device counts only to the extent that it is free
+        there now (`Context.memory`); another process may take it first.
 
         Args:
             seq_lens: tokens of each request, including its prefix.
@@ -661,18 +663,18 @@ class KVCache(MustClose):
 
         Args:
             prefixes: True also evicts the recorded prefixes that no request uses and drops those in
-                host memory; use it when the weights change. "host": copies their rows to host
-                memory instead (`KVCacheConfig.host_prefixes`).
+                host memory; use it when the weights change. "host" evicts them too, but keeps them
+                in host memory (`KVCacheConfig.host_prefixes`).
             compact: also moves pages of running requests and recorded prefixes together, so that
                 the memory between them is returned (`Context.compact`). None: only if nothing can
-                be using the pages that move, that is, in a context that the cache owns while no
-                request is active or after a `step` of all zeros. True: always; this waits for all
-                work on the device, and no work may be launched on the cache until it returns.
-                False: never.
+                be using the pages that move, that is, if the cache owns its context and either no
+                request is active or the last `step` had only zero lengths. True: always; this waits
+                for all work on the device, and no work may be launched on the cache until it
+                returns. False: never.
             stream: with `compact`, the stream of the last work on running requests, as in `step`.
 
         Returns:
-            Bytes that the context returned to the device during the call.
+            The number of bytes that the context returned to the device during the call.
 
         Raises:
             NotSupported: `compact` is True in a context that the cache does not own.
@@ -752,10 +754,11 @@ class KVCache(MustClose):
         Args:
             reqid: the request. The work that writes its rows must have been launched.
             location: "device", "host" or "peer", or a `pyvmem.Location`.
-            device: device of a peer: a CUDA ordinal, torch or cuda.core device.
+            device: the peer's device: a CUDA ordinal, or a torch or cuda.core device.
             tokens: a range, or a pair (first, last + 1); only pages that hold no other rows move.
                 None: all tokens of the request.
-            stream: the stream (or event) of the last work on the request; waited for.
+            stream: the stream (or event) of the last work on the request; with `wait`, the call
+                waits for it.
             wait: if False, full pages are copied in the background, after the work on `stream` so
                 far, and the first `step` after that replaces them, as in `promote`; their rows must
                 not be written until then.
@@ -790,7 +793,7 @@ class KVCache(MustClose):
 
     @property
     def lockstep(self) -> bool:
-        """True if calls must return the same on every rank (`ParallelKVCache`)."""
+        """True if calls must return the same result on every rank (`ParallelKVCache`)."""
         return self._groups[0].table.lockstep
 
     def seq_len(self, reqid: int) -> int:
@@ -830,7 +833,7 @@ class KVCache(MustClose):
     def layer_views(self) -> list[tuple[GroupView, GroupView | None] | None]:
         """Returns, for each layer, the groups whose tensors hold its keys and values.
 
-        The item is None for a layer that has neither; an MLA layer has None in place of values.
+        The entry is None for a layer that has neither; an MLA layer has None in place of values.
         """
         view = self.caches[0]
         values = view if view.config.tensors_per_layer == 2 else None
@@ -840,7 +843,7 @@ class KVCache(MustClose):
 
     @property
     def layout(self) -> Layout:
-        """The sizes and offsets of the cache, for planning or drawing.
+        """The sizes and offsets of the cache, for planning or visualization.
 
         Raises NotSupported if the layers form several groups; `caches` has a layout for each.
         """
@@ -866,8 +869,8 @@ class KVCache(MustClose):
     def stats(self) -> CacheStats:
         """Returns the current state and the counters, summed over groups of layers.
 
-        Slots, steps and prefix tokens are the same in all groups and are not summed. Peaks are the
-        sum of the groups' peaks.
+        Slots, steps and prefix tokens are the same in all groups and are not summed. Each peak is
+        the sum of the groups' peaks.
         """
         with self._lock, self._journal:
             groups = self._open()
@@ -908,8 +911,8 @@ class KVCache(MustClose):
             stream: the stream of the last work on slots still in use, as in `free_reqid`.
 
         Raises:
-            Busy: tensors of the cache are alive, or a `pyvmem.engine.RequestCache` has requests;
-                nothing has changed, and the cache can still be used.
+            Busy: tensors of the cache are still alive, or a `pyvmem.engine.RequestCache` has
+                requests; nothing has changed, and the cache can still be used.
             BadHandle: the file descriptor of an `FdEvent` is closed; nothing has changed.
         """
         check(stream)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Grows requests: maps their new pages and completes the growth. runs.py chooses run lengths.
 
-Every call of this module requires the cache's lock.
+Callers must hold the cache's lock.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 OPS = 2
-"""Maximum number of operations to grow one slot: one for new pages, one for a fill."""
+"""Maximum number of operations needed to grow one slot: one for new pages, one for a fill."""
 
 Want: TypeAlias = list[tuple[Slot, int]]
 """Slots of a group, with the pages per tensor that each should have."""
@@ -109,7 +109,7 @@ class Pager:
     def scan(self, seq_lens: Sequence[int]) -> tuple[array[int], int, list[int]]:
         """Validates a step's lengths and finds the slots that need more pages.
 
-        A length below the rows held, such as 0, has no effect.
+        A length below the number of rows that a slot holds, such as 0, has no effect.
 
         Returns:
             The rows that each slot holds after the step, their sum, and the indices of slots that
@@ -159,7 +159,7 @@ class Pager:
     # ---- requests ------------------------------------------------------------------------------
 
     def grow_ahead(self) -> None:
-        """Starts mapping the next pages of requests that are near the end of their pages.
+        """Starts mapping more pages for requests that have almost used up theirs.
 
         Uses only free memory above the watermark, and only while mappings are not scarce; does not
         reclaim anything. A later step grants the pages, or they are reclaimed when another request
@@ -209,8 +209,8 @@ class Pager:
     def plan(self, want: Want, goals: Sequence[int] | None) -> Growth:
         """Adds map operations for new pages, and fills of reused pages, to `ops`.
 
-        Adds only those zero-fills that need not wait for GPU work. Returns the `Growth`, not yet
-        recorded.
+        Adds only those zero-fills that need not wait for GPU work. Returns the `Growth`, which is
+        not recorded yet.
 
         Args:
             want: slots without a batch in flight, and how many pages per tensor each needs.
@@ -256,12 +256,13 @@ class Pager:
     def settle(
         self, stream: Any = None, on_cpu: bool = False, lens: Sequence[int] | None = None
     ) -> None:
-        """Completes growth in flight: waits for its mappings and makes `stream` wait for its fills.
+        """Completes any growth in flight: waits for mappings and makes `stream` wait for fills.
 
         Args:
             stream: the stream that will use the pages.
             on_cpu: wait on the CPU for fills and for earlier owners' work, regardless of `stream`.
-            lens: lengths of all slots; skips growth that no slot needs to reach its length.
+            lens: lengths of all slots; unfinished growth that no slot needs for its length is
+                skipped.
 
         Raises:
             VMemError: the first failure. Failed growth was undone; all other new pages are granted.
@@ -334,7 +335,7 @@ class Pager:
     def is_held_up(self, slot: Slot) -> bool:
         """Returns whether `release` would block; starts unmapping the slot if it is stale.
 
-        `release` may block on an earlier owner's GPU work.
+        `release` blocks on unfinished batches and may block on an earlier owner's GPU work.
         """
         job = slot.job
         if job is None:
@@ -378,11 +379,12 @@ class Pager:
         return pages * self.layout.num_tensors
 
     def fewer_mappings(self, pages: int, keep: Mapping[Slot, int] | None, background: bool) -> bool:
-        """Frees mappings by joining runs or, failing that, unmapping unowned pages.
+        """Frees mappings by joining runs or, failing that, by unmapping unowned pages.
 
         Returns False if it freed none.
 
-        For `keep`, see `Reclaimer.make_room`; if it is None, nothing is unmapped.
+        For `keep`, see `Reclaimer.make_room`; if it is None, nothing is unmapped. With
+        `background`, runs are joined only if there are several ranks.
         """
         reclaimer = self.reclaimer
         if (reclaimer.table.lockstep or not background) and self.runs.relieve():
@@ -404,8 +406,8 @@ class Pager:
 
         Returns the error that the caller must raise, if any. A shortage is ignored: background
         growth allocates late, so other users of the context may have taken the memory first, and a
-        step that needs the pages retries it. With several ranks it is raised, because the other
-        ranks did get their pages.
+        step that needs the pages retries the growth. With several ranks, a shortage is raised,
+        because the other ranks did get their pages.
         """
         device = None if on_cpu else self.mover.device
         try:
@@ -428,7 +430,7 @@ class Pager:
         return None
 
     def poll(self) -> None:
-        """Completes finished growth that no owner is waiting for."""
+        """Completes growth whose batches have finished and that no owner is waiting for."""
         for job in [job for job in self.growths if not job.awaited and job.done()]:
             if (error := self._complete(job)) is not None:
                 self.reclaimer.errors.append(error)
@@ -455,7 +457,7 @@ class Pager:
         return [[self, "growths", growths], [job.slots, "job", [None] * len(job.slots)]]
 
     def _undo(self, job: Growth, error: VMemError) -> None:
-        """Rolls back the records of failed growth; libvmem has rolled back the mapping."""
+        """Rolls back the records of failed growth; libvmem has already rolled back the mapping."""
         reclaimer, counters, zeroed = self.reclaimer, self.counters, self.counters.zeroed
         edits = self._retire_edits(job)
         if job.filling is not None and _failed(job.filling):
@@ -489,7 +491,7 @@ class Pager:
 
 
 Wants: TypeAlias = Sequence[tuple[Pager, Want]]
-"""The groups of a cache, with what each wants."""
+"""The groups of a cache, each with the slots that it should grow."""
 Needs: TypeAlias = Sequence[tuple[Pager, int]]
 """Groups that share a budget, with the physical pages that each must map."""
 
@@ -507,8 +509,8 @@ def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) ->
         ahead: see `Pager.grow_ahead`.
 
     Returns:
-        False if a slot needs more than one map operation, or if memory or mappings are short.
-        Nothing has changed then, and the caller must call `grow`.
+        False if a slot needs more than one map operation, or if memory or mappings are short. In
+        that case, nothing has changed, and the caller must call `grow`.
     """
     first = pagers[0]
     ops, array = first.ops, first.array
@@ -576,12 +578,12 @@ def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) ->
 
 
 def grow(wants: Wants, *, background: bool, reclaim: bool = True) -> bool:
-    """Grows slots to the given numbers of pages, in all groups or none; `settle` completes it.
+    """Grows slots to the given numbers of pages, in all groups or none; then call `settle`.
 
-    One batch maps and zeroes for all groups. Pages that an earlier owner's GPU work may still touch
-    are zeroed by a second batch after that work; no page is granted before the second batch is
-    submitted. When this returns, the new pages are mapped or, in the background, reserved. For free
-    slots the pages are mapped but not granted.
+    One batch maps and zeroes pages for all groups. Pages that an earlier owner's GPU work may still
+    touch are zeroed by a second batch after that work; no page is granted before the second batch
+    is submitted. When this returns, the new pages are mapped or, in the background, recorded as
+    mapped. The pages of free slots are mapped but not granted.
 
     Args:
         wants: per group of a cache, the slots and the pages per tensor that each should have.
@@ -590,7 +592,8 @@ def grow(wants: Wants, *, background: bool, reclaim: bool = True) -> bool:
             be in flight on the slots.
 
     Returns:
-        False if memory is short: nothing has changed, except that reclaimed pages are free.
+        False if memory or mappings are short; nothing has changed, except that reclaimed pages are
+        free.
 
     Raises:
         VMemError: a batch failed; no request got pages.
@@ -720,7 +723,7 @@ def within_reach(needs: Needs, keep: Mapping[Slot, int]) -> int | None:
         keep: slots, and the pages per tensor that each must keep.
 
     Returns:
-        The number of bytes that must come from outside these groups; None if they are out of reach.
+        The number of bytes that must come from outside these groups; None if that is out of reach.
     """
     new, others = _beyond_own(needs, keep, later=True), _others(needs)
     if new is not None and others is not None:
@@ -761,7 +764,10 @@ def _others(needs: Needs) -> Share | None:
 
 
 def can_reclaim_for(needs: Needs, keep: Mapping[Slot, int]) -> bool:
-    """Like `within_reach`, but first waits for idle growth and, if needed, cancels promotions."""
+    """Returns whether the needed physical pages can be reclaimed.
+
+    Unlike `within_reach`, first waits for idle growth and, if needed, cancels promotions.
+    """
     others = _others(needs)
     for pager, _ in needs:
         if pager.growths:

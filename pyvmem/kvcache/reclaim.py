@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Reclaims pages: chooses victims, unmaps them in the background, and records the results.
 
-Every function here requires the cache's lock.
+Callers must hold the cache's lock.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Share(Protocol):
         """Returns the size of the budget."""
 
     def within_reach(self) -> int:
-        """Returns what `room` would return if the other caches gave back all unowned pages."""
+        """Returns what `room` would return if the other caches gave up all their unowned pages."""
 
     def others(self) -> list[Reclaimer]:
         """Returns the reclaimers of the other caches."""
@@ -63,7 +63,7 @@ class Share(Protocol):
         """Waits for growth in the other caches that no request is waiting for."""
 
     def poll(self) -> None:
-        """Completes finished batches of the other caches."""
+        """Records the results of the other caches' finished batches."""
 
     def stop_promoting(self, *, wait: bool = True) -> bool:
         """Cancels promotions in the other caches; returns whether there were any."""
@@ -96,7 +96,7 @@ class Share(Protocol):
         """Posts a shortage of `nbytes` to other processes, if the budget cannot cover it."""
 
     def engines(self) -> list[tuple[str, int]]:
-        """Returns the other engines that hold driver mappings, with the number that each holds."""
+        """Returns the other engines that hold driver mappings, and how many each of them holds."""
 
     def check(self) -> list[str]:
         """Returns a description of each inconsistency in the budget's records."""
@@ -107,20 +107,20 @@ class Reclaimer:
 
     Attributes:
         limit: maximum number of physical pages that the cache may have.
-        watermark: free memory below this fraction of `limit` is scarce.
+        watermark: memory is scarce while less than this fraction of `limit` is free.
         device_pages: number of the cache's physical device pages; counts shared pages once, and
             includes pages being unmapped.
         off_device: number of physical off-device pages, by tier; not in `device_pages`.
         own_off_device: cached result of `Group.own_off_device`; None: out of date.
         shared: refcounts of shared pages.
         unmaps: unmaps in flight, or finished but not yet recorded.
-        errors: failures of background batches, still to be raised by a call.
+        errors: failures of background batches that no call has raised yet.
         slid: number of pages per tensor that have left the windows of running requests.
         coming: number of device pages per tensor that `unmaps` will free.
         share: the cache's part of a budget; None: the cache has no budget.
-        evict: evicts recorded prefixes that no request uses until a number of pages per tensor are
-            freed, or as many as possible; returns the number freed.
-        leased: returns how many pages per tensor are not used by any request but cannot be evicted.
+        evict: evicts recorded prefixes that no request uses, to free a given number of pages per
+            tensor or as many as possible; returns the number freed.
+        leased: returns how many pages per tensor are used by no request but protected by leases.
         block: number of pages per 2 MiB block if memory is allocated in such blocks
             (`Runs.provide`); otherwise 0.
     """
@@ -164,8 +164,8 @@ class Reclaimer:
     def unmap(self, slot: Slot, keep: int, now: bool = False) -> None:
         """Starts unmapping a slot's pages from `keep` on, after its earlier owners' GPU work.
 
-        Unmaps all pages of a stale slot, since the next owner cannot use its shared pages. Keeps 2
-        MiB entries that the owner uses in part, since GPU work may be reading them.
+        Unmaps all pages of a stale slot, since the next owner cannot use its shared pages. Keeps
+        any 2 MiB entry that the owner partly uses, since GPU work may be reading it.
 
         Args:
             slot: a slot without a batch in flight.
@@ -203,8 +203,8 @@ class Reclaimer:
             low: first page to unmap.
             keep: the new value of the slot's `mapped`.
             ticket: the batch's ticket; None: it runs in the calling thread.
-            kept: a batch that keeps the slot's shared pages for a later request (`try_keep`), to
-                which the unmap is added; None: the slot keeps nothing.
+            kept: the batch from `try_keep`, which keeps the slot's shared pages for a later
+                request; the unmap is added to it. None: the slot does not keep shared pages.
         """
         ops = self._ops if kept is None else kept
         if kept is None:
@@ -235,16 +235,16 @@ class Reclaimer:
         try:
             self.mapper.commit(edits, ops, slot.events, ticket=ticket)
         except NotRecoverable:
-            if ticket is None:  # as in the background, the pages leave the records
+            if ticket is None:  # drop the pages from the records, as for a background batch
                 self.journal.change(edits)
             raise
 
     def cut(self, slot: Slot, keep: int) -> None:
         """Unmaps a running request's pages from `keep` on, in this thread.
 
-        No GPU work may be running in the slot: splitting a 2 MiB entry unmaps it briefly.
+        No GPU work may be using the slot: splitting a 2 MiB entry unmaps it briefly.
         """
-        if slot.job is not None:  # the batch can only be an unmap past the 2 MiB entry
+        if slot.job is not None:  # the batch can only be an unmap beyond the 2 MiB entry
             self.finish(slot.job)
         self._run(slot, keep, keep)
         if slot.job is not None:
@@ -292,7 +292,7 @@ class Reclaimer:
     def failed(self, slot: Slot | None, error: VMemError) -> None:
         """Records that a slot's pages could not be unmapped.
 
-        If `slot` is None, they are pages that left the windows of slots.
+        `slot` is None for pages that have left the windows of slots.
         """
         self.errors.append(error)
         whose = "windows" if slot is None else f"reqid {slot.index}"
@@ -343,8 +343,9 @@ class Reclaimer:
         """Appends the edits for pages that a failed slide left mapped.
 
         Returns:
-            For broken slots, whose pages count as freed: the pages per tensor, the shared pages and
-            the off-device pages. Then, the requests that use shared pages again.
+            The pages of broken slots, which count as freed (the pages per tensor, the shared pages
+            and the off-device pages by tier), and how many requests use each span of shared pages
+            again.
         """
         if not slide.quiet:
             self.failed(None, error)
@@ -397,7 +398,7 @@ class Reclaimer:
     def free_edits(
         self, pages: int, off_device: Mapping[Tier, int], *, reclaimed: bool = True
     ) -> list[list[Any]]:
-        """Returns the edits for pages that leave the cache: on the device and, by tier, off it."""
+        """Returns the edits for pages that leave the cache: device pages, and others by tier."""
         tensors, counters = self.layout.num_tensors, self.counters
         edits = [
             [self, "device_pages", self.device_pages - pages * tensors],
@@ -420,7 +421,7 @@ class Reclaimer:
                 self.table.mark_broken(slot)
 
     def _runs(self, slot: Slot, low: int, high: int) -> Iterator[tuple[int, int, RangeInfo]]:
-        """Yields the address, the size and the state of the runs in pages [low, high) of a slot."""
+        """Yields the address, size and state of each run in pages [low, high) of a slot."""
         for tensor in range(self.layout.num_tensors):
             at = slot.addr + self.layout.offset(0, low, tensor)
             end = at + (high - low) * self.layout.page_size
@@ -498,7 +499,7 @@ class Reclaimer:
 
     def drop_mapping_errors(self) -> None:
         """Discards errors from background growth that ran out of mappings and was rolled back."""
-        if self.errors:  # every call of a rank runs this
+        if self.errors:  # every call on every rank runs this
             self.errors = [one for one in self.errors if not isinstance(one, TooManyMappings)]
 
     def make_room(
@@ -512,7 +513,7 @@ class Reclaimer:
         back, so the choice of prefixes does not depend on the progress of background batches.
 
         Args:
-            pages: physical pages.
+            pages: number of physical pages to reclaim.
             keep: slots, and the pages per tensor that each must keep.
             own: how many of `pages` must come from this cache, because it is at its limit.
             prefixes: also evict prefixes if the slots do not have enough.
@@ -550,15 +551,15 @@ class Reclaimer:
 
     @property
     def leaving(self) -> int:
-        """Number of physical pages of evicted prefixes that unmapping slots will free."""
+        """Number of physical pages of evicted prefixes that are freed once slots are unmapped."""
         stale = [slot.span for slot in self.table.stale if not slot.kept]
-        going = [unmap.span for unmap in self.unmaps] + stale  # now or later
+        going = [unmap.span for unmap in self.unmaps] + stale  # in flight or still to begin
         return self.shared.leaving(going) * self.layout.num_tensors
 
     def begin_unmaps(self, pages: int, keep: Mapping[Slot, int], *, now: bool = True) -> None:
-        """Starts unmapping until `pages` physical pages are being unmapped.
+        """Starts unmaps until `pages` physical pages are being unmapped.
 
-        For `now`, see `unmap`. This may start too few unmaps, since a slot with an unmap in flight
+        For `now`, see `unmap`. This may fall short of `pages`, since a slot with an unmap in flight
         cannot lose more pages until that unmap is complete.
         """
         self.release_stale(now=now)
@@ -574,7 +575,7 @@ class Reclaimer:
     ) -> int:
         """Starts unmapping pages of `slots` until `pages` physical pages are being unmapped.
 
-        `pending` physical pages are being unmapped already.
+        `pending` physical pages are already being unmapped.
 
         Returns:
             The number of physical pages being unmapped afterwards.
@@ -595,7 +596,7 @@ class Reclaimer:
     def _share_of(self, slot: Slot, spare: int, missing: int) -> int:
         """Returns how many of a slot's `spare` pages per tensor to unmap.
 
-        This is at least `missing` if possible. A free slot loses full blocks, so that another
+        This is at least `missing` if possible. A free slot gives up whole blocks, so that another
         request can map them with 2 MiB entries.
         """
         take = min(spare, missing)
@@ -621,7 +622,7 @@ class Reclaimer:
             own = self.table.slots[slot.index] is slot  # not a slot of another group
             grows = slot.job is not None and not slot.job.takes_pages
             counted = slot.mapped != slot.granted and not (slot.rows_lost or grows)
-            if own and counted:  # by `columns.spare`
+            if own and counted:  # `columns.spare` includes this slot
                 spare += slot.spare_beyond(pages) - slot.spare_beyond(0)
         return spare + self.shared.pages - self.shared.used - self.leased()
 
@@ -636,7 +637,7 @@ class Reclaimer:
         return (self.coming + self.spare(keep)) * self.layout.num_tensors
 
     def keep_watermark(self) -> None:
-        """Starts unmapping free slots until memory is not scarce or will no longer be."""
+        """If memory is scarce, starts unmapping free slots until it no longer will be."""
         missing = self.low_pages - self.projected_free - self.returning
         if missing > 0:
             self._begin_unmaps(self.table.victims(active=False), missing, 0, {}, now=False)
@@ -697,7 +698,7 @@ class Reclaimer:
     def spare_slots(self, count: int) -> bool:
         """Starts unmapping kept slots, longest free first, until `count` free slots are not kept.
 
-        A request of another conversation then gets a slot that need not be emptied first. Returns
+        Requests of other conversations then find slots that need not be emptied first. Returns
         False if some unmaps could not be started.
         """
         self.poll()

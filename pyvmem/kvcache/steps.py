@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Maps the pages that requests need for a step, in all groups of layers or none.
 
-One batch maps the pages of all groups. In most steps `extend` (growth.py) runs it; `grow` does if a
+One batch maps the pages of all groups. Usually `extend` (growth.py) runs it; `grow` takes over if a
 slot needs more than one map operation or memory is short. The caller holds the cache's lock.
 """
 
@@ -72,9 +72,8 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
         for group in groups:  # the growth was already rolled back
             group.pager.runs.relieve()
         return -1
-    # No call into the context may come between the row updates of two groups. Recovery stops at
-    # such a call, so an interruption would then leave some groups with new rows and others with old
-    # ones.
+    # Do not call into the context between the row updates of two groups: recovery stops at such a
+    # call, so an interruption would leave some groups with new rows and others with old ones.
     windows = []
     for group, rows, *_ in begun:
         if group.window is not None:
@@ -101,7 +100,7 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
         group.clock += 1
         if reclaimer.shared.blocks or reclaimer.off_device or reclaimer.slid or group.layout.state:
             group.note_use()
-        else:  # a shortcut, as all pages of requests are unshared device pages
+        else:  # a shortcut, since all pages that requests own are unshared device pages
             used = total * group.token_bytes
             wasted = group.pager.granted_pages * group.page_bytes - used
             if used > counters.peak_used:
@@ -114,7 +113,8 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
         if names and group.pager.ahead:
             group.pager.grow_ahead()
         if group.table.lockstep:
-            # End leases here, since garbage collection runs at different times on different ranks.
+            # End all leases here: garbage collection would end them at different times on
+            # different ranks.
             group.prefixes.leases.end_all()
         if group.reclaim_due:
             group.reclaim_idle()
@@ -160,7 +160,7 @@ def _keep_watermarks(groups: Sequence[Group]) -> None:
 
 
 def _grow_for(begun: Sequence[_Begun], stream: Any) -> bool:
-    """Maps the pages that slots need, in all groups or none; returns whether that succeeded."""
+    """Maps the pages that slots need, in all groups or none; returns whether it succeeded."""
     wants = [(group.pager, group.pager.wants(short)) for group, *_, short in begun]
     if not grow(wants, background=False):
         return False
@@ -173,7 +173,7 @@ def _grow_by_cutting(begun: Sequence[_Begun], stream: Any) -> bool:
     """Like `_grow_for`, but also splits requests' 2 MiB entries to unmap their surplus pages.
 
     No GPU work may read such an entry while it is split, so this waits for all work on the device.
-    Splits the largest surplus first, and stops when there is enough.
+    Starts with the slot that has the largest surplus, and stops once the step's pages are mapped.
     """
     found = []
     for group, *_, short in begun:
@@ -229,11 +229,11 @@ def _not_promised(group: Group, short: list[int]) -> Want:
 
 
 def _grow_or_leave(groups: Sequence[Group], wants: Wants) -> bool:
-    """Maps what fits now and starts reclaiming memory for the remaining pages. Never blocks.
+    """Maps what fits now and starts reclaiming memory for the rest. Never blocks.
 
-    A later call maps the remaining pages, or the `step` waits for them. Returns False if, according
-    to the records, even reclaiming would not free enough. A `Growth` completes as a whole, so slots
-    that must wait for an earlier owner's GPU work get a separate one.
+    A later call maps the remaining pages, or the next `step` waits for them. Returns False if,
+    according to the records, even reclaiming would not free enough. A `Growth` completes as a
+    whole, so slots that must wait for an earlier owner's GPU work get a separate one.
     """
     now, ready, everything = [], [], []
     for group, (pager, want) in zip(groups, wants, strict=True):
@@ -270,7 +270,7 @@ def _grow_or_leave(groups: Sequence[Group], wants: Wants) -> bool:
 
 
 def _left_to_a_step(group: Group, want: Want) -> Want:
-    """Returns the pages that earlier calls promised to other slots but no batch maps yet."""
+    """Returns the pages that earlier calls promised to other slots and that no batch maps yet."""
     named, found = dict(want), []
     for slot, (owner, pages) in list(group.left.items()):
         if slot.owner != owner or not slot.active or slot.grows_from >= pages:
@@ -285,9 +285,9 @@ def _keep(wants: Wants) -> dict[Slot, int]:
 
 
 def _select_fitting(wants: Wants) -> list[tuple[Pager, Want]]:
-    """Returns the slots with the smallest needs that together fit the free memory, in all groups.
+    """Returns the slots with the smallest needs, as many as fit in the free memory in all groups.
 
-    A decoding request then need not wait for the memory that another request's prompt needs.
+    This way, a decoding request need not wait for memory that another request's prompt needs.
     """
     lacking: Counter[int] = Counter()
     for pager, want in wants:
@@ -346,7 +346,7 @@ def _begin_what_comes_back(
     need = more + sum(pages * pager.layout.page_size for pager, pages in needs)
 
     def lacking() -> int:
-        """Returns how many bytes are needed beyond those free or being unmapped by this cache."""
+        """Returns how many bytes are needed beyond what is free or being unmapped by this cache."""
         back = sum(group.reclaimer.returning * group.layout.page_size for group in groups)
         return need - first.room - back
 
