@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    """Returns stock SGLang's answers of 24 tokens, one for each of `served.prompts`."""
+    """Returns stock SGLang's 24-token answers, one for each of `served.prompts`."""
     log = tmp_path_factory.mktemp("stock") / "log"
     with served.served(log, {}, served.options(model)) as engine:
         found = engine.answer(served.prompts())

@@ -2,7 +2,7 @@
 """SGLang CPU engines in processes forked from one that has imported SGLang.
 
 SGLang spawns its processes, each of which spends ten seconds on imports. All tests but one fork
-them instead. The forking process has no engine and has not loaded SGLang's plug-ins.
+them instead, from a process that has no engine and has not loaded SGLang's plug-ins.
 """
 
 from __future__ import annotations
@@ -100,13 +100,13 @@ _KINDS: dict[str, dict[str, Any]] = {
 
 
 def make_model(folder: Path, kind: str = "llama") -> Path:
-    """Creates a model of 4 layers with random weights; returns its folder.
+    """Creates a 4-layer model with random weights; returns its folder.
 
     Args:
-        folder: where the model's folder is created.
+        folder: parent of the model's folder.
         kind: llama, with 2 KV heads of 32; minicpm3, whose latent attention stores 80 values per
             token; gemma3_text and mellum, with a window of 32 tokens in 3 of 4 layers, for which
-            SGLang uses one pool and two pools, respectively; or qwen3_next, with states in 3 of 4
+            SGLang uses one pool and two pools, respectively; or qwen3_next, with a state in 3 of 4
             layers.
     """
     import torch
@@ -139,7 +139,7 @@ def make_model(folder: Path, kind: str = "llama") -> Path:
 
 
 def prompts(count: int = 4) -> list[list[int]]:
-    """Returns `count` prompts with a common prefix, and a prompt of four tokens without it."""
+    """Returns `count` prompts with a common prefix, plus a four-token prompt without it."""
     shared = [(i * 37 + 11) % 500 + 3 for i in range(70)]
     own = [[(i * (k + 3)) % 500 + 3 for i in range(10 + 7 * k)] for k in range(count)]
     return [*(shared + one for one in own), [5, 6, 7, 8]]
@@ -231,7 +231,7 @@ class Engine:
         self._pipe.send((name, args, named))
 
     def ready(self, timeout: float = 0.01) -> bool:
-        """Waits up to `timeout` s; returns true once `end` would return immediately."""
+        """Waits up to `timeout` seconds; returns true once `end` would return immediately."""
         return bool(self._pipe.poll(timeout))
 
     def end(self, timeout: float = 60) -> Any:
@@ -252,7 +252,7 @@ class Engine:
         return list(self.call("generate", input_ids=ids, sampling_params=greedy(new, **more)))
 
     def release(self) -> None:
-        """Releases the KV cache's memory once the engine is idle, as a busy engine would crash."""
+        """Waits until the engine is idle (else it would crash), then frees the KV cache memory."""
         assert becomes(lambda: self.call("flush_cache").success)
         self.call("release_memory_occupation", tags=["kv_cache"])
 

@@ -15,7 +15,7 @@ from vmem_bench.sglang.engine import STEPS
 
 
 def bench(out: Path, *more: str) -> tuple[int, dict[str, Any]]:
-    """Runs the command; returns its exit status and result file."""
+    """Runs the command; returns its exit status and the contents of its result file."""
     words = ["bench", "sglang", "--quick", "--backend", "host", "--out", str(out)]
     return main([*words, *more]), json.loads(out.read_text("utf-8"))
 

@@ -89,9 +89,9 @@ def test_a_limit_of_few_pages(start: Start, stock: list[list[int]], tmp_path: Pa
 def test_requests_are_retracted_when_memory_is_short(
     start: Start, tmp_path: Path, overlap: bool
 ) -> None:
-    """SGLang admits two requests that do not fit together, as it expects one to finish early.
+    """SGLang admits two requests that do not both fit, because it expects one to finish early.
 
-    If the second request is refused at first, SGLang retries it when a short one has finished.
+    If the second is refused at first, SGLang retries it once the short request has finished.
     """
     limit = 20 * PAGE_BYTES
     engine = start(
@@ -127,7 +127,7 @@ def test_a_long_request_among_short_ones(start: Start) -> None:
 
 
 def test_latent_attention(start: Start, tmp_path: Path) -> None:
-    """Each layer has one tensor, whose KV pages of 5 KB are not aligned to physical pages."""
+    """Each layer has one tensor, whose 5 KB KV pages are not aligned to physical pages."""
     model = make_model(tmp_path, "minicpm3")
     with served(tmp_path / "log", {}, options(model)) as engine:
         stock = engine.answer(prompts())
@@ -172,7 +172,7 @@ def test_sliding_windows_in_one_pool(
 def test_tensor_parallelism(
     start: Start, stock: list[list[int]], tmp_path: Path, overlap: bool
 ) -> None:
-    """Each of two ranks stores half of each page. One gets a lower limit and later has to sleep."""
+    """Two ranks each store half of every page. One gets a lower limit and is later put to sleep."""
 
     def ranks() -> list[EngineInfo]:
         return engines_in(tmp_path / "ledger")["host"]
@@ -220,7 +220,7 @@ def test_a_prompt_that_the_limit_never_allows(start: Start, stock: list[list[int
 def test_an_engine_takes_memory_from_one_that_keeps_prefixes(
     start: Start, stock: list[list[int]], tmp_path: Path
 ) -> None:
-    """Two engines share a ledger, with less memory than the two would use together."""
+    """Two engines share a ledger, with less memory than they would use together."""
 
     def used() -> dict[str, int]:
         return {one.name: one.used for one in engines_in(tmp_path / "ledger")["host"]}
@@ -241,7 +241,7 @@ def test_an_engine_takes_memory_from_one_that_keeps_prefixes(
 
 
 def test_two_engines_at_once(start: Start, stock: list[list[int]], tmp_path: Path) -> None:
-    """Both engines have requests at the same time, with less memory than they would use."""
+    """Both engines serve requests at the same time, with less memory than they would use."""
     env = {"VMEM_CAPACITY": str(26 * PAGE_BYTES)}
     engines = [start(env), start(env)]
     for _ in range(3):
@@ -303,7 +303,7 @@ def test_memory_is_kept_under_load_and_given_back_at_rest(
 
 
 def test_a_prompt_in_chunks(start: Start, tmp_path: Path) -> None:
-    """A long prompt is computed in chunks, while memory is too short for two prompts."""
+    """Two long prompts are computed in chunks, with too little memory for both at once."""
     engine = start({"VMEM_LIMIT": str(30 * PAGE_BYTES)}, chunked_prefill_size=64)
     ids = [[3 + (k * 5 + i * 13) % 500 for i in range(300)] for k in range(2)]
     alone = [engine.answer([one])[0] for one in ids]
@@ -326,7 +326,7 @@ def test_more_memory_is_needed_than_is_free(
 
 
 def test_processes_that_sglang_spawns(model: Path, tmp_path: Path, stock: list[list[int]]) -> None:
-    """A program starts the engine, so every process imports SGLang and loads the plug-in."""
+    """A separate program starts the engine, so every process imports SGLang and the plug-in."""
     program = f"""
 import json
 from sglang.srt.entrypoints.engine import Engine

@@ -199,7 +199,7 @@ def test_errors_that_stop_the_process(
 
 
 def test_plug_ins_that_leave_it_out() -> None:
-    """A process exits when it imports SGLang, which would not report the omission itself."""
+    """Importing SGLang ends the process, because SGLang itself would not report the omission."""
     env = {**os.environ, "VMEM_SGLANG": "1", "SGLANG_PLUGINS": "other"}
     done = subprocess.run(
         [sys.executable, "-c", "import sglang.srt.utils"],

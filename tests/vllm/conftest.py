@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Small models with random weights, and engines over them in this process."""
+"""Small models with random weights, and engines that run them in this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     VLLM_LOGGING_LEVEL="WARNING",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
-    # No computation is large enough to need two threads, which would wait for each other.
+    # The computations are too small for two threads, which would only wait for each other.
     OMP_NUM_THREADS="1",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VMEM_BACKEND="host",
@@ -41,7 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 MODELS["gemma"]["layer_types"] = MODELS["gemma"]["layer_types"][:4]
-MODELS["uneven"] = MODELS["llama"] | {"num_hidden_layers": 3}  # not divisible into 2 stages
+MODELS["uneven"] = MODELS["llama"] | {"num_hidden_layers": 3}  # does not split evenly into 2 stages
 MODELS["draft"] = MODELS["llama"] | {"num_hidden_layers": 1}
 MODELS |= SHAPES
 _CHANGED = {"draft": save_draft, "deepseek": predict_a_token_more}
@@ -78,10 +78,10 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Returns a function that returns the folder of a model, which is created on first use.
+    """Returns a function that maps a model's name to its folder, created on first use.
 
-    The function returns the path of an existing folder unchanged. The random weights are so large
-    that every token depends on all keys and values.
+    It returns the path of an existing folder unchanged. The random weights are large enough that
+    each token depends on all keys and values.
     """
     made: dict[str, str] = {}
 
@@ -165,7 +165,7 @@ def start(models: Callable[[str], str], ledger: Path, monkeypatch: pytest.Monkey
             # without the pool.
             plugin.register()
             # When vLLM 0.32 starts, it reads every attribute of every module. That fails for this
-            # module of llvmlite (loaded by n-gram speculation), which is not needed again.
+            # llvmlite module, which n-gram speculation loads and which is not needed again.
             sys.modules.pop("llvmlite.binding.ffi", None)
             try:
                 llm = LLM(

@@ -49,7 +49,7 @@ def _slots(
 
 
 def _halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a single head's keys and values, indexed by block and token."""
+    """Returns the only head's keys and values, indexed by block and token."""
     blocks, heads, size, _ = kv_cache.shape
     assert heads == 1
     keys, values = kv_cache.view(blocks, 2 * size, -1).chunk(2, dim=1)

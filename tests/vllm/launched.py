@@ -16,7 +16,7 @@ from vllm import LLM
 
 
 def main() -> None:
-    """Writes the answers (to two prompts on rank 1), the hits, and the bytes mapped at the end."""
+    """Writes the answers (only two on rank 1), the hits, and the bytes mapped at the end."""
     rank = int(os.environ["RANK"])
     llm = LLM(distributed_executor_backend="external_launcher", **json.loads(sys.argv[2]))
     elastic = elastic_of(llm)

@@ -48,7 +48,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "expand": 2,
     },
     # Gated delta nets. The CPU kernels need bfloat16 and a head dimension of 128. An attention
-    # block is as large as a state, which takes 96 tokens with a head dimension of 256.
+    # block is as large as a state: 96 tokens with a head dimension of 256.
     "qwen3_next": {
         "model_type": "qwen3_next",
         "head_dim": 256,
@@ -78,7 +78,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "block_ffn_dim_multiplier": 1.0,
         "block_auto_adjust_ff_dim": False,
     },
-    # Only states, without attention.
+    # Only states, no attention.
     "mamba2": {
         "model_type": "mamba2",
         "num_hidden_layers": 2,

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""vLLM's scheduler and block pool on the elastic pool, without a model or a clock.
+"""vLLM's scheduler and block pool on the elastic pool, with a simulated model and clock.
 
 The rank maps nothing. It records which pages are mapped and, for each block, a digest of the tokens
 whose keys and values the block would contain. A step fails if it reads a block without memory, or a
-block whose contents are not its request's tokens. Time advances by steps, so every count is
-repeatable.
+block whose contents are not its request's tokens. Time advances by steps, so all counts are
+reproducible.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TICK = 5  # steps per keeper round
 
 
 class Clock:
-    """Replaces the module `time` with a clock that the tests advance."""
+    """Replaces the `time` module with a clock that the tests advance."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -158,7 +158,7 @@ class Pool:
         return name
 
     def _step_of(self, name: str, count: int) -> None:
-        """Does the model's work for a request: reads its computed tokens, and writes new tokens."""
+        """Stands in for the model: reads a request's computed tokens and writes its new ones."""
         request = self.scheduler.requests[name]
         (ids,) = self.scheduler.kv_cache_manager.get_block_ids(name)
         end = request.num_computed_tokens
@@ -225,7 +225,7 @@ class Pool:
         assert self.elastic.backing.check() == []
 
     def live(self) -> int:
-        """Returns the size of all blocks with contents, including the null block, in bytes."""
+        """Returns the total size in bytes of the blocks with contents, including the null block."""
         return int(self.elastic._live_blocks() * self.elastic.backing.geometry.block_bytes)
 
     def mapped(self) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A prompt is admitted if all of it fits, and is mapped chunk by chunk."""
+"""A prompt is admitted only if all of it fits, and is then mapped chunk by chunk."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_prompt_is_admitted_only_if_all_of_it_fits(open_pool: Open) -> None:
 
 
 def test_hits_are_counted_when_a_request_is_admitted(open_pool: Open) -> None:
-    """A request that waits for memory is looked up in every step, but gets no block."""
+    """A request that waits for memory is looked up on every step but gets no blocks."""
     with open_pool(blocks=2_000, page=PAGE, VMEM_RESERVE="0", VMEM_IDLE="3600") as pool:
         elastic = pool.elastic
         begin = [5 + i % 400 for i in range(20 * BLOCK)]
@@ -64,7 +64,7 @@ def test_hits_are_counted_when_a_request_is_admitted(open_pool: Open) -> None:
 
 
 def test_a_preempted_request_is_counted_once(open_pool: Open) -> None:
-    """A request that resumes finds its own prefix, which does not count as a hit."""
+    """A resumed request finds its own prefix, which does not count as a hit."""
     with open_pool(blocks=2_000, page=PAGE, VMEM_RESERVE="0", VMEM_IDLE="3600") as pool:
         elastic = pool.elastic
         elastic.quota.limit = elastic.quota.used + 50 * BLOCK_BYTES

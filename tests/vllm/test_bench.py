@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Quick runs of `vmem bench vllm`, for each of its parts."""
+"""Quick runs of each part of `vmem bench vllm`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vmem_bench.vllm.picture import draw
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Any:
-    """Returns a function that runs a part and returns its rows, by name, and its whole result."""
+    """Returns a function that runs a part and returns its rows by name, and its whole result."""
 
     def run(part: str, *more: str) -> tuple[dict[str, Any], dict[str, Any]]:
         out = tmp_path / "vllm.json"
@@ -127,7 +127,7 @@ def test_prefixes_that_do_not_fit(bench: Any) -> None:
     assert hits["elastic"]["value"] > hits["static"]["value"]
     for arm, row in hits.items():
         same = rows[f"same/{arm}"]
-        assert same["value"] == same["of"] == 2 * rows[f"first/{arm}"]["n"] > 0  # in float32
+        assert same["value"] == same["of"] == 2 * rows[f"first/{arm}"]["n"] > 0  # exact in float32
         assert row["of"] == rows[f"first/{arm}"]["n"] * (128 + 32)
     for arm in ("elastic+host", "elastic"):
         assert 0 < rows[f"memory/{arm}"]["value"] <= rows["capacity"]["value"]

@@ -80,7 +80,7 @@ def at_rest(llm: Any) -> None:
     assert elastic.backing.mapped_bytes == live
     end = time.monotonic() + 20
     context = memory_of(llm).context
-    while time.monotonic() < end:  # the keeper empties slabs in one of its next rounds
+    while time.monotonic() < end:  # a later keeper round empties the slabs
         stats = context.stats()
         if stats.slab_bytes <= 1.05 * live + context.info.slab_size:
             break
@@ -90,7 +90,7 @@ def at_rest(llm: Any) -> None:
 
 @pytest.fixture(scope="session")
 def stock() -> dict[Any, Tokens]:
-    """Returns a cache for stock vLLM's answers, keyed by model, answer length and options."""
+    """Returns a cache of stock vLLM's answers, keyed by model, answer length and options."""
     return {}
 
 
@@ -127,7 +127,7 @@ def test_tokens_and_memory(start: Open, expected: Callable[..., Tokens], model: 
 
 
 def test_a_real_model(start: Open) -> None:
-    """Runs SmolLM2-135M, with 48 KiB of float32 K and V per layer and block of 32 tokens."""
+    """Runs SmolLM2-135M, whose blocks of 32 tokens take 48 KiB per layer in float32."""
     from pyvmem.serve import model
 
     pytest.importorskip("gguf", reason="the package gguf is not installed")
@@ -239,7 +239,7 @@ def test_ngram_speculation(start: Open, expected: Callable[..., Tokens]) -> None
 
 
 def script(llm: Any, seed: int, act: Callable[[random.Random], None]) -> dict[str, list[int]]:
-    """Runs requests that arrive and are aborted at random steps, identical for each engine.
+    """Runs requests that arrive and are aborted at random steps, the same for every engine.
 
     `act` is called after each step. Returns the answers to the requests that finished, by name.
     """
@@ -307,7 +307,7 @@ def check_books(elastic: Any) -> None:
 
 
 def test_failures_are_shortages(start: Open, expected: Callable[..., Tokens]) -> None:
-    """Some maps and unmaps fail. Requests then wait, and their answers are correct."""
+    """If mapping or unmapping fails, requests wait and their answers are still correct."""
     wanted = expected("straddling")
     with start("straddling", VMEM_VLLM="1", VMEM_RESERVE="0", VMEM_IDLE="0.01") as llm:
         elastic, context = elastic_of(llm), memory_of(llm).context
@@ -327,7 +327,7 @@ def test_failures_are_shortages(start: Open, expected: Callable[..., Tokens]) ->
 
 @pytest.mark.parametrize("kind", [Inject.MAP, Inject.UNMAP])
 def test_each_map_and_unmap_may_fail(start: Open, kind: Inject) -> None:
-    """Makes the first call fail, then the second, and so on, until a run makes fewer calls."""
+    """Makes the first call fail, then the second, and so on, until a run makes too few calls."""
     asked = prompts()[:3]
     with start("straddling", VMEM_VLLM="1", VMEM_RESERVE="0", VMEM_IDLE="0.01") as llm:
         elastic, context = elastic_of(llm), memory_of(llm).context
@@ -352,7 +352,7 @@ def test_each_map_and_unmap_may_fail(start: Open, kind: Inject) -> None:
     [("encoder", "embed"), pytest.param("classifier", "classify", marks=pytest.mark.long)],
 )
 def test_a_model_without_a_kv_cache(start: Open, model: str, ask: str) -> None:
-    """The model runs in stock vLLM's scheduler, because it has no memory to share."""
+    """The model runs under stock vLLM's scheduler, because it has no memory to share."""
     found = []
     options = {
         "runner": "pooling",
@@ -370,7 +370,7 @@ def test_a_model_without_a_kv_cache(start: Open, model: str, ask: str) -> None:
 def test_outputs_of_another_scheduler_and_events_between_steps(
     start: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's own outputs contain no commands; the keeper's evictions are published as events."""
+    """vLLM's own scheduler outputs carry no commands; the keeper's evictions become events."""
     from vllm.config import KVEventsConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
@@ -448,7 +448,7 @@ while True:
 
 
 def test_an_engine_that_is_forgotten(models: Callable[[str], str], ledger: Any) -> None:
-    """``del llm`` leaves no thread, no account in the ledger and no memory."""
+    """``del llm`` leaves no thread, ledger account or memory behind."""
     settings = {"VMEM_VLLM": "1", "VMEM_LEDGER": str(ledger), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = subprocess.run(
         [sys.executable, "-c", FORGOTTEN, models("llama"), str(ledger)],
@@ -572,7 +572,7 @@ def test_prompts_of_one_step_wait_for_one_growth(start: Open) -> None:
 
 
 def test_mapping_of_extra_blocks_may_fail(start: Open) -> None:
-    """If mapping with extra blocks fails, the same step maps only the request's blocks."""
+    """If mapping extra blocks fails, the same step maps just the blocks that the request needs."""
     with start("llama", VMEM_VLLM="1", VMEM_RESERVE="1M") as llm:
         elastic, engine = elastic_of(llm), llm.llm_engine
         memory_of(llm).context.inject(Inject.MAP, count=1, error=12)
@@ -586,7 +586,7 @@ def test_mapping_of_extra_blocks_may_fail(start: Open) -> None:
 
 
 def test_blocks_that_a_queue_may_take_in_a_step(start: Open) -> None:
-    """Expects no more blocks than a step can take within its token and request limits."""
+    """Only blocks that a step can take within its token and request limits are counted."""
     with start("llama", VMEM_VLLM="1", max_num_seqs=2) as llm:
         engine = llm.llm_engine
         scheduler = engine.engine_core.engine_core.scheduler
@@ -625,7 +625,7 @@ def idle_becomes(elastic: Any, blocks: int) -> bool:
 
 
 def test_no_preemption_while_memory_is_free(start: Open) -> None:
-    """All requests need a block in the same step, and no block is mapped."""
+    """All requests need a new block in the same step, and none is mapped yet."""
     with start("llama", VMEM_VLLM="1", VMEM_RESERVE="0", enable_prefix_caching=False) as llm:
         elastic, engine = elastic_of(llm), llm.llm_engine
         scheduler = engine.engine_core.engine_core.scheduler
@@ -642,7 +642,7 @@ def test_no_preemption_while_memory_is_free(start: Open) -> None:
 
 
 def test_a_waiting_request_without_a_prefix_lookup(start: Open) -> None:
-    """The request's blocks are counted in the following step, like a session's next input."""
+    """Without a lookup, its blocks are counted a step later, as for a session's next input."""
     from vllm.v1.request import RequestStatus
 
     with start("llama", VMEM_VLLM="1", VMEM_RESERVE="0", enable_prefix_caching=False) as llm:
@@ -665,7 +665,7 @@ def test_a_waiting_request_without_a_prefix_lookup(start: Open) -> None:
 
 
 def test_memory_that_another_engine_is_short_of(start: Open, ledger: Any) -> None:
-    """The engine evicts idle prefixes on demand, and waits while it is short of memory itself."""
+    """The engine evicts idle prefixes on demand, then waits while it is itself short of memory."""
     with start("straddling", VMEM_VLLM="1", VMEM_CAPACITY="3M", VMEM_RESERVE="0") as llm:
         elastic = elastic_of(llm)
         asked = max(prompts(), key=lambda one: len(one["prompt_token_ids"]))
@@ -741,7 +741,7 @@ def test_scattered_blocks_are_gathered_for_a_single_request(
 def test_prefixes_stay_while_a_request_waits_for_another_engine_s_memory(
     start: Open, ledger: Any
 ) -> None:
-    """All of this engine's memory would not be enough, so evicting prefixes would not help."""
+    """Even all of this engine's memory would not be enough, so evicting prefixes would not help."""
     options = {"VMEM_VLLM": "1", "VMEM_CAPACITY": "768K", "VMEM_RESERVE": "0"}
     with start("straddling", **options) as llm:
         elastic, engine = elastic_of(llm), llm.llm_engine

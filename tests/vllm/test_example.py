@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The tutorial's examples, run as a user runs them, in a fresh environment."""
+"""The tutorial's examples, run as a user would run them, without PYTHONPATH."""
 
 from __future__ import annotations
 

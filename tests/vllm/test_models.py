@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Models other than Llamas generate stock vLLM's tokens on the elastic pool.
 
-The models have layers with a state, latent attention, 8-bit caches, adapters, an encoder with
-cross-attention, or drafts. Each model runs in stock vLLM first.
+Covers stateful layers, latent attention, 8-bit caches, adapters, an encoder with cross-attention,
+and draft models. Each model runs in stock vLLM first.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ MTP = {"method": "mtp", "num_speculative_tokens": 1}
 
 
 def compare(start: Open, model: str, ask: Callable[[Any], Tokens] = answer, **options: Any) -> None:
-    """Compares tokens with stock vLLM's: for new, reused and hit blocks, then after a reset.
+    """Compares the tokens with stock vLLM's: from an empty cache, with hits, and after a reset.
 
-    A model in bfloat16 may answer differently if a prefix is hit, even in stock vLLM.
+    A bfloat16 model may answer differently when a prefix is hit, even in stock vLLM.
     """
     with start(model, **options) as llm:
         wanted = ask(llm)
@@ -69,7 +69,7 @@ def test_layers_with_a_state(start: Open, model: str, options: dict[str, Any]) -
 
 @pytest.mark.long
 def test_a_state_that_moves(start: Open) -> None:
-    """The model also has attention, whose blocks are larger than a state."""
+    """The model also has attention layers, whose blocks are larger than a state."""
     with start("granite") as llm:
         wanted = answer(llm, prompts())
     with start("granite", VMEM_VLLM="1", VMEM_RESERVE="256K", VMEM_IDLE="3600") as llm:
@@ -83,10 +83,10 @@ def test_a_state_that_moves(start: Open) -> None:
 
 
 def test_latent_attention_and_multi_token_prediction(start: Open) -> None:
-    """A model like DeepSeek V3, whose multi-token prediction module also has keys and values.
+    """A model like DeepSeek V3, whose multi-token prediction module has its own keys and values.
 
-    On a CPU without AMX, vLLM does not split the prompts of such a model, and never schedules a
-    prompt that exceeds the batch.
+    On a CPU without AMX, vLLM does not split such a model's prompts into chunks, so it never
+    schedules a prompt longer than `max_num_batched_tokens`.
     """
     compare(start, "deepseek", few, speculative_config=MTP, max_num_batched_tokens=512, **BF16)
 
@@ -110,7 +110,7 @@ def test_a_draft_model_with_the_model(start: Open, models: Callable[[str], str])
 
 @pytest.mark.long
 def test_an_adapter_for_every_second_request(start: Open, tmp_path: Path) -> None:
-    """Prefixes belong to an adapter, so a request with an adapter does not hit the model's own."""
+    """Prefixes are kept per adapter, so a request with an adapter misses the base model's."""
     from vllm.lora.request import LoRARequest
 
     folder = tmp_path / "adapter"
@@ -127,7 +127,7 @@ def test_an_adapter_for_every_second_request(start: Open, tmp_path: Path) -> Non
 
 
 def test_an_encoder_and_cross_attention(start: Open) -> None:
-    """A model like Whisper, in which the encoder's results have separate blocks."""
+    """A model like Whisper, whose encoder output has blocks of its own."""
     import numpy as np
 
     draw = np.random.RandomState(0)

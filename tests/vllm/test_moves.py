@@ -31,7 +31,7 @@ def moving(elastic: Any) -> Callable[[], Any]:
 def test_moves_in_every_step(
     start: Open, expected: Callable[..., Tokens], monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
-    """Fills all blocks, then evicts random prefixes to make room for moves."""
+    """Evicts random prefixes in every step, which makes room for moves."""
     wanted = expected(model)
     with start(model, VMEM_VLLM="1", VMEM_RESERVE="256K", VMEM_IDLE="3600") as llm:
         elastic = elastic_of(llm)

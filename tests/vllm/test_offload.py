@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""An idle engine frees its memory, and loads its prefixes from host memory."""
+"""An idle engine frees its memory and later loads its prefixes from host memory."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_prefixes_come_back_from_host_memory(
     ledger: Path,
     model: str,
 ) -> None:
-    """Loads prefixes after an idle period, after copies failed to start, and while maps fail."""
+    """Loads prefixes after an idle period, also when copies or maps fail."""
     wanted = expected(model)
     with start(model, **POOL, VMEM_HOST_LIMIT="64M") as llm:
         with Ledger("host", folder=ledger, create=False) as book:
@@ -100,7 +100,7 @@ def test_prefixes_come_back_from_host_memory(
 
         with monkeypatch.context() as patch:
             patch.setattr(ThreadCopies, "_move", refuse)
-            asked = prompts() + prompts(seed=1, count=2)  # two more, stored during the loads
+            asked = prompts() + prompts(seed=1, count=2)  # two new prompts, stored during the loads
             stored = counters(llm).stored
             first = answer(llm, asked)
             assert first[: len(wanted)] == wanted
@@ -260,7 +260,7 @@ def spec(blocks: list[int], sizes: list[int], first: list[int]) -> Any:
 def test_blocks_are_stored_and_loaded(
     monkeypatch: pytest.MonkeyPatch, library: bool, second: bool
 ) -> None:
-    """Uses two groups of layers and two blocks per chunk. One group starts in mid-chunk.
+    """Uses two groups of layers and two blocks per chunk. One group starts mid-chunk.
 
     `second`: whether this is the second of two ranks that share host memory.
     """

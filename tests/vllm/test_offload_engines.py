@@ -39,7 +39,7 @@ POOL = {
 
 @contextmanager
 def engine_process(model: str, ledger: Path, folder: Path) -> Iterator[Engine]:
-    """Starts an engine in another process for a ``with`` block."""
+    """Runs an engine in another process during a ``with`` block."""
     options, log = folder / "options.json", folder / "engine.log"
     own = {"model": model, "load_format": "auto", "kv_offloading_size": HOST / 2**30}
     options.write_text(json.dumps({**SIZES, **own}))

@@ -33,14 +33,14 @@ def tiers(root: Path, chunks: int) -> dict[str, Any]:
 
 
 def ask(llm: Any) -> tuple[Tokens, int]:
-    """Returns the answers, and the number of prompt tokens that were not computed."""
+    """Returns the answers and the number of prompt tokens that were prefix hits."""
     outputs = llm.generate(prompts(), greedy(), use_tqdm=False)
     tokens = [list(one.outputs[0].token_ids) for one in outputs]
     return tokens, sum(one.num_cached_tokens for one in outputs)
 
 
 def has_no_name() -> bool:
-    """Returns true if host memory's file is unlinked, so that a killed engine leaves no file."""
+    """Returns true if host memory's file is unlinked, so a killed engine leaves none behind."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     found = [line for line in maps if "/vllm_offload_" in line]
     return bool(found) and all(line.endswith("(deleted)") for line in found)
@@ -50,7 +50,7 @@ def has_no_name() -> bool:
 def test_prefixes_outlive_the_engine(
     start: Open, expected: Callable[..., Tokens], tmp_path: Path
 ) -> None:
-    """Host memory has room for two thirds of the prefixes, and is empty in the next engine."""
+    """Host memory holds two thirds of the prefixes, and is empty when the next engine starts."""
     wanted = expected("llama")
     for life in range(2):
         with start("llama", **tiers(tmp_path / "kv", 20)) as llm:
@@ -100,7 +100,7 @@ def test_a_disk_that_fails(
     tmp_path: Path,
     error: int,
 ) -> None:
-    """If the disk is full, read-only or fails while the engine runs, prefixes are recomputed."""
+    """If the disk is full, is read-only or fails in operation, prefixes are recomputed."""
     from vllm.v1.kv_offload.tiering.fs import manager
 
     wanted = expected("llama")

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""One buffer for all layers, as vLLM has allocated it since 0.29.
+"""A single buffer for all layers, which vLLM has allocated since 0.29.
 
-Attention on a CPU only supports a separate buffer for each layer, so the test checks the views.
+CPU attention supports only a separate buffer per layer, so the test checks the views instead of
+running a model.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Engines with several ranks generate stock vLLM's tokens, and their ranks agree.
 
-Tests tensor and pipeline parallelism with the executors mp and Ray, also on two "machines", which
-are loopback addresses, each with its own folder of ledgers. Also tests data parallelism, where each
-rank is an engine.
+Tests tensor and pipeline parallelism with the mp and Ray executors, on one machine and on two. The
+two "machines" are loopback addresses, each with its own ledger folder. Also tests data parallelism,
+where each rank is an engine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).resolve().parents[2]
 TENSOR = {"tensor_parallel_size": 2}
-# On a CPU, vLLM allocates a later stage's inputs in a run that it skips if there is no compiler.
+# On a CPU, vLLM allocates a later stage's inputs during warm-up, which it skips if nothing is
+# compiled.
 TRACED = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
 PIPELINE = {"pipeline_parallel_size": 2, **TRACED}
 CONTEXT = {
@@ -119,7 +120,7 @@ def test_two_ranks(
 
 @contextmanager
 def ray_cluster(patch: pytest.MonkeyPatch, machines: int = 1) -> Iterator[Any]:
-    """Starts Ray on this machine, the first of one or two, with two fake GPUs in total.
+    """Starts Ray with this machine as the first of `machines`, which have two fake GPUs in total.
 
     The GPUs are needed because vLLM's CPU platform names no Ray resource for placing workers.
     """
@@ -135,7 +136,7 @@ def ray_cluster(patch: pytest.MonkeyPatch, machines: int = 1) -> Iterator[Any]:
     patch.setattr(CpuPlatform, "ray_device_key", "GPU")
     patch.setenv("PYTHONPATH", str(ROOT))
     patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    with tempfile.TemporaryDirectory() as folder:  # a short path, as it will contain sockets
+    with tempfile.TemporaryDirectory() as folder:  # a short path, because it will contain sockets
         patch.setenv("RAY_TMPDIR", folder)  # a node writes its cluster's address there
         ray.init(
             "local",
@@ -157,7 +158,7 @@ def ray_cluster(patch: pytest.MonkeyPatch, machines: int = 1) -> Iterator[Any]:
 
 @contextmanager
 def second_machine(folder: Path, log: Path, options: dict[str, Any]) -> Iterator[Any]:
-    """Starts the process of an engine's second node for a ``with`` block."""
+    """Runs an engine's second node in a process during a ``with`` block."""
     words = [str(Path(__file__).with_name("node.py")), json.dumps(options)]
     own = {"VMEM_LEDGER": str(folder), "VLLM_HOST_IP": THERE, "PYTHONPATH": str(ROOT)}
     with log.open("w") as out:
@@ -240,7 +241,7 @@ def test_two_machines_of_ray(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Expects the same results as `test_two_machines`. Finally, a rank is killed."""
+    """Checks the ranks and ledgers as `test_two_machines` does. Finally, a rank is killed."""
     other = tmp_path / "o"
     other.mkdir(mode=0o700)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")

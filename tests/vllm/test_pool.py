@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Mapped pages, moves and used blocks are counted with vLLM's scheduler and pool.
+"""Counts mapped pages, moves and used blocks under vLLM's own scheduler and block pool.
 
-The tests use no model and no clock. A step fails if it reads a block without the tokens that its
+The model and the clock are simulated. A step fails if it reads a block without the tokens that its
 request computed (see pool_model).
 """
 
@@ -36,7 +36,7 @@ def steady(count: int, length: int, tokens: int, most: int) -> Load:
 
 @pytest.mark.parametrize(("page", "most", "maps"), [(PAGE, 1.0, 500), (LARGE, 1.1, 100)])
 def test_an_engine_that_becomes_idle(open_pool: Open, page: int, most: float, maps: int) -> None:
-    """With kvcached's workload and capped prefixes, the next request reuses evicted blocks.
+    """Under kvcached's workload with capped prefixes, new requests reuse evicted blocks.
 
     Pages are mapped for the peak, not for each of the 600 requests, which use 21,500 blocks in
     total.
@@ -64,7 +64,7 @@ def opened_for_idle(open_pool: Open, page: int, cap: int) -> Any:
 
 
 def test_a_steady_load_moves_nothing(open_pool: Open) -> None:
-    """Counts only after the first seconds, when the engine no longer remembers a large step."""
+    """Starts counting after eight seconds, when the engine no longer remembers a large step."""
     with open_pool(blocks=8_000, page=LARGE, VMEM_PREFIX=str(500 * BLOCK_BYTES)) as pool:
         load = steady(600, 300, 60, 32)
         todo = list(zip(load.prompts, load.tokens, strict=True))
@@ -92,7 +92,7 @@ def test_moves_free_memory_for_another_engine(open_pool: Open, heads: int) -> No
         pool.run(idle_footprint(150, 1000, 32))
         cached = elastic._cached_bytes()
         hashes = len(elastic.pool.cached_block_hash_to_block)
-        # Every second prefix is evicted, which leaves the pages half empty.
+        # Every other cached block is evicted, which leaves the pages half empty.
         with elastic.lock:
             some = [b.block_id for b in elastic._free() if b.block_hash is not None][::2]
             elastic.pool.evict_blocks(set(some))
@@ -200,7 +200,7 @@ def free_queue(pool: Pool) -> int:
 
 
 def test_a_rank_that_has_yet_to_launch_the_last_step(open_pool: Open) -> None:
-    """No block moves before the step is launched; afterwards, blocks move."""
+    """Blocks move only once the rank has launched the last step."""
     with open_pool(blocks=4_000, page=LARGE, VMEM_PREFIX=str(300 * BLOCK_BYTES)) as pool:
         pool.run(idle_footprint(60, 1000, 24))
         launched, pool.rank.launched = pool.rank.launched, pool.rank.launched - 1
@@ -215,7 +215,7 @@ def test_a_rank_that_has_yet_to_launch_the_last_step(open_pool: Open) -> None:
 
 
 def test_idle_blocks_of_the_fullest_pages_go_first(open_pool: Open) -> None:
-    """When other requests in a long request's page have finished, the next request goes there."""
+    """A new request takes idle blocks in the pages that a long request already uses."""
     with open_pool(blocks=2_000, page=LARGE, prefixes=False, VMEM_IDLE="3600") as pool:
         pool.run(steady(16, 250, 40, 16))
         long = pool.add([5] * 40, 100)
@@ -229,7 +229,7 @@ def test_idle_blocks_of_the_fullest_pages_go_first(open_pool: Open) -> None:
 
 
 def test_a_request_that_vllm_postpones_maps_nothing(open_pool: Open) -> None:
-    """If a request's prefix is being computed, vLLM reports a demand above the pool's size."""
+    """To postpone a request, vLLM reports that it needs more blocks than the pool has."""
     with open_pool(blocks=2_000, page=PAGE, VMEM_RESERVE="0") as pool:
         demand, scheduler = pool.scheduler._demand, pool.scheduler
         count = demand._count_blocks

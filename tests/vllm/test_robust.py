@@ -151,7 +151,7 @@ class Client:
 
         Raises:
             OSError: the server refuses or closes the connection.
-            HTTPException: it closes the connection during the response.
+            HTTPException: the server closes the connection mid-response.
         """
         words = {"model": "m", "prompt": prompt["prompt_token_ids"], "max_tokens": count}
         words |= {"temperature": 0, "ignore_eos": True}
@@ -173,12 +173,12 @@ def children(pid: int) -> list[int]:
 
 
 def host_files() -> set[str]:
-    """Returns the names of vLLM's files for KV offloading, which could outlive its processes."""
+    """Returns the names of vLLM's KV offloading files, which could outlive its processes."""
     return {one.name for one in Path("/dev/shm").glob("vllm_offload_*")}
 
 
 def alive(pids: list[int]) -> list[int]:
-    """Returns the processes that are still running, which excludes zombies."""
+    """Returns the processes that are still running; zombies do not count."""
     stats = {pid: Path(f"/proc/{pid}/stat") for pid in pids}
     return [
         pid
@@ -188,7 +188,7 @@ def alive(pids: list[int]) -> list[int]:
 
 
 def check_api_servers(client: Client, log: Path, book: Ledger) -> None:
-    """Checks that both API servers run, and that the metrics report the ledger's usage once."""
+    """Checks that both API servers run and that the metrics report the ledger's usage only once."""
 
     def both() -> bool:
         said = client.get("/metrics")
@@ -213,9 +213,9 @@ def test_a_process_of_a_server_is_killed(
     tmp_path: Path,
     ends: str,
 ) -> None:
-    """Under load, the server's other processes exit, as in stock vLLM, and free their memory.
+    """The other processes of a busy server exit, as in stock vLLM, and their memory is freed.
 
-    Another engine on the same memory continues, and a new server can be started.
+    Another engine that shares the memory keeps running, and a new server can be started.
     """
     log, asked = tmp_path / "server.log", prompts()
     two = ends == "worker"  # two API servers
@@ -272,7 +272,7 @@ def served(book: Ledger) -> EngineInfo:
 
 
 def load(client: Client, asked: list[dict[str, Any]]) -> Callable[[], None]:
-    """Sends requests until the server exits; returns a function that waits until then."""
+    """Sends requests in threads until the server exits; returns a function that waits for that."""
     refused: list[Exception] = []
 
     def go_on() -> None:

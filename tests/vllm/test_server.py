@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""`vllm serve` on the elastic pool, with engine, worker and client as processes.
+"""`vllm serve` on the elastic pool, with engine, worker and client in separate processes.
 
-Another account in the ledger needs the memory, and outlives the server's engine.
+Another account in the ledger competes for the memory and outlives the server's engine.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """A sleeping engine has no KV memory; weights sleep through vLLM's interface.
 
-vLLM has no sleep mode on a CPU and does not move the weights there, so the tests call the back end,
-and allocate weights through torch's C symbols, as test_torch_pool.py does.
+vLLM has no sleep mode on a CPU and does not move the weights there, so the tests call the back end
+directly and allocate weights through the C symbols that torch calls, as test_torch_pool.py does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SIZE = 2 << 20
 
 
 def test_kv_sleeps_and_wakes(start: Callable[..., Any]) -> None:
-    """Slabs are freed before `sleep` returns, because a trainer allocates the memory next."""
+    """Slabs are freed before `sleep` returns, because a trainer allocates that memory next."""
     with start("llama", VMEM_VLLM="1", VMEM_RESERVE="1M", VMEM_IDLE="3600") as llm:
         wanted = answer(llm, prompts())
         elastic, memory = elastic_of(llm), memory_of(llm)
@@ -64,13 +64,13 @@ def reset(llm: Any) -> None:
 
 def release(llm: Any) -> None:
     llm.llm_engine.step()  # tells the workers that requests have finished, as a server's loop does
-    llm.sleep(level=0)  # pauses the engine, as this call requires
+    llm.sleep(level=0)  # pauses the engine, as the next call requires
     llm.release_kv_cache_memory()
 
 
 # The calls that trainers make between two rollouts, before and after the training step (from their
-# sources in 2026). Trainers send new weights by calling the workers, which reload their weights
-# here.
+# 2026 sources). Trainers send new weights by calling the workers; here, the workers reload theirs
+# instead.
 LOOPS: dict[str, tuple[list[Call], list[Call]]] = {
     # verl with trainer and rollout on the same GPUs. The scheduler does not know that its workers
     # sleep, and prefixes are reset after the weights have changed.
@@ -113,7 +113,7 @@ def check_loop(llm: Any, name: str) -> None:
     before, after = LOOPS[name]
     for call in before:
         call(llm)
-    stats = memory.context.stats()  # checked immediately, as a trainer would allocate now
+    stats = memory.context.stats()  # checked immediately, because a trainer would allocate now
     assert (elastic.backing.mapped_bytes, stats.mapped_bytes) == (null, null)
     assert stats.slab_bytes <= null + memory.context.info.slab_size
     check(llm)
@@ -131,7 +131,7 @@ def test_trainers_loops(start: Callable[..., Any]) -> None:
 
 @pytest.mark.long
 def test_a_hundred_rounds_under_load(start: Callable[..., Any], ledger: Any) -> None:
-    """Runs the loops in turn, each right after running and waiting requests were aborted."""
+    """Runs the loops in turn, each right after all running and waiting requests are aborted."""
     with start("llama", VMEM_VLLM="1", VMEM_RESERVE="1M", VMEM_LIMIT="2M") as llm:
         engine, wanted, made = llm.llm_engine, answer(llm, prompts()), 10**6
         for number in range(100):
@@ -214,7 +214,7 @@ def test_weights_sleep_and_wake(pool: VMemPool, weights: int, level: int, found:
 
 
 def test_memory_is_discarded_by_its_tag(pool: VMemPool, weights: int) -> None:
-    """The back end discards memory as it does for vLLM's `release_kv_cache_memory` (since 0.31)."""
+    """Calls `discard`, which vLLM's `release_kv_cache_memory` uses (since 0.31)."""
     one, context = backend(), pool._context
     mapped = context.stats().mapped_bytes
     assert mapped > 0

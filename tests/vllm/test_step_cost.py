@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """A step's cost depends on what changes in it, not on the number of requests.
 
-The tests count calls, and the lines of pyvmem that the scheduler's thread runs, but measure no
-time.
+The tests do not measure time; they count calls and the lines of pyvmem that the scheduler's thread
+runs.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def test_a_step_that_takes_nothing(start: Open) -> None:
 
 
 def test_a_step_with_few_free_blocks(start: Open) -> None:
-    """vLLM queries the free blocks for each request; each query runs a few lines."""
+    """vLLM queries the number of free blocks for each request; each query runs a few lines."""
     with start("llama", VMEM_RESERVE="512K", **OPTIONS) as llm:
         assert 8 < elastic_of(llm).reserve_blocks < 64
         elastic_of(llm)._most_ahead = 0
@@ -101,21 +101,21 @@ def test_a_step_with_few_free_blocks(start: Open) -> None:
 
 
 def test_a_step_that_takes_blocks(start: Open) -> None:
-    """Each block that a step takes costs a few lines, for any number of blocks."""
+    """Each block that a step takes costs a few lines, however many blocks it takes."""
     with start("llama", VMEM_RESERVE="8M", **OPTIONS) as llm:
         for count in (4, 64):
             found = decode(llm, count, BLOCK - 6, 12)
             base = min(lines for lines, _ in found)
             (taking,) = [one for one in found if one[1]]
             assert taking[1] == count
-            # A step runs twice as many lines if mapping in the background finishes during it.
+            # A step runs twice as many lines if a background mapping finishes during it.
             assert taking[0] <= base + 40 * (count + 1)
 
 
 def test_at_the_limit_prefixes_are_evicted_without_asking_for_each(
     start: Open, expected: Callable[..., list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a refusal, mapping is not retried for a while if evicting is enough."""
+    """After a refusal, mapping is not retried for a while if eviction frees enough."""
     monkeypatch.setattr("pyvmem.vllm.engine._PATIENCE", 3600.0)
     wanted = expected("straddling")
     settings = {"VMEM_LIMIT": "768K", "VMEM_RESERVE": "64K", "VMEM_IDLE": "3600"}

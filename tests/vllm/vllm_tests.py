@@ -3,13 +3,13 @@
 
     VLLM_TESTS_POOL=backed pytest -p vllm_tests tests/v1/core/test_prefix_caching.py
 
-Schedulers, KV-cache managers and block pools are vLLM's, with our records and a rank that maps
+The schedulers, KV-cache managers and block pools are vLLM's, with our records and a rank that maps
 nothing. Blocks are allocated in vLLM's order, not from the fullest pages first, because the tests
-expect certain block numbers. With ``backed``, all blocks have memory from the start, so all results
+expect specific block ids. With ``backed``, all blocks have memory from the start, so all results
 must be the same. With ``bare``, only the null block has memory and other blocks are backed when
 they are allocated, so vLLM's queue of free blocks is shorter than the tests expect. Without the
 variable, the plug-in does nothing.
-`scripts/vllm_tests.py` fetches the tests and compares.
+`scripts/vllm_tests.py` fetches the tests and compares their results with stock vLLM's.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class _Pools:
         pool.get_new_blocks = get_new_blocks
 
     def _manager(self, manager: Any) -> None:
-        """Adds the pool to a manager that has no scheduler, and watches all its steps."""
+        """Adds the pool to a manager that has no scheduler and watches each of its steps."""
         from pyvmem.vllm.demand import Demand
 
         config = manager.kv_cache_config

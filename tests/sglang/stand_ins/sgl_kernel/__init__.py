@@ -48,7 +48,7 @@ class _Part(ModuleType):
 
 
 class _Finder:
-    """Finds any module below this package."""
+    """Finds any submodule of this package."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if not name.startswith(f"{__name__}."):

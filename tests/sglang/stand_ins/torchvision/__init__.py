@@ -12,7 +12,7 @@ __version__ = "0.0.0"
 
 
 class _Members(type):
-    """The type of a class that has every member; each member's value is its name."""
+    """Metaclass whose classes have every possible member; each member's value is its name."""
 
     def __getattr__(cls, name: str) -> str:
         if name.startswith("_"):
