@@ -45,9 +45,9 @@ def contexts(**options: Any) -> Any:
 
 
 def make(context: Context, pages: int = 0, **changes: Any) -> KVCache:
-    """Creates a cache with memory for `pages` pages per tensor, or without a limit if it is 0.
+    """Creates a cache with memory for `pages` pages per tensor, or with no limit if `pages` is 0.
 
-    Rows are float64, so that long sums are exact.
+    Rows are float64 so that long sums are exact.
     """
     page = context.info.granule
     values: dict[str, Any] = {

@@ -34,7 +34,7 @@ context = contexts()
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("kernel", ["fa3", "fa3-paged", "fa2", "flashinfer", "flex", "sdpa"])
 def test_a_kernel_is_softmax_attention(context: Context, kernel: str, width: int) -> None:
-    """Rows past the lengths hold NaN, or zeros if the kernel reads whole tiles."""
+    """Rows past each length hold NaN, or zeros if the kernel reads whole tiles."""
     overread = overread_rows(kernel, torch.device("cuda"))
     for case in CASES:
         more = {"overread_rows": overread, "overread_decode": True, "poison": not overread}
@@ -72,7 +72,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_paged_call_over_any_contiguous_slot(context: Context, shape: Any) -> None:
-    """The view's blocks may overlap. Rows past a length hold NaN or, further on, are unmapped."""
+    """The view's blocks may overlap. Rows past a length hold NaN; those farther on are unmapped."""
     heads, width, changes = shape
     for case in CASES:
         with filled(context, case, "bfloat16", heads, width, **changes) as cache:
@@ -90,7 +90,7 @@ def test_the_paged_call_over_any_contiguous_slot(context: Context, shape: Any) -
 
 @pytest.mark.parametrize("kernel", ["fa3", "fa3-paged"])
 def test_a_captured_graph_follows_the_batch(context: Context, kernel: str) -> None:
-    """Replays a CUDA graph of FlashAttention-3 after only the slots and lengths have changed."""
+    """Replays a CUDA graph of FlashAttention-3 with only the slots and lengths changed."""
     first = Case("captured", (0, 1, 2), (1, 1, 1), (5, 60, 200))
     last = Case("replayed", (3, 0, 2), (1, 1, 1), (300, 40, 220))
     case = Case("both", (0, 1, 2, 3), (1, 1, 1, 1), (300, 300, 300, 300))

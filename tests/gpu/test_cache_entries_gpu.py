@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """A cache under ordinary serving load, with 2 MiB entries for 64 KB pages.
 
-Requests are prefilled, decoded, truncated, forked and freed, and memory sometimes runs short. In
-every step, kernels read each request's rows, which must not fault and must hold what was written.
-Prints the fraction of mapped memory that 2 MiB entries map.
+Requests are prefilled, decoded, truncated, forked and freed, and memory sometimes runs short. On
+every step, kernels read each request's rows: no read may fault, and the rows must hold what was
+written. Prints what fraction of the mapped memory 2 MiB entries cover.
 
 Needs a CUDA device, torch and the back end stock; skipped otherwise.
 """
@@ -31,7 +31,7 @@ LONGEST = 8192
 SLOTS = 24
 STEPS = 1500
 LAYERS = 4
-MEMORY = 1536 << 20  # half of the requests' maximum need
+MEMORY = 1536 << 20  # half of what the slots would need if they were all full
 
 
 class Engine:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""2 MiB entries are created, split, joined and freed while a kernel reads.
+"""2 MiB entries are created, split, joined and freed while a kernel is reading.
 
-The kernel keeps reading all pages that the operations do not change, and must never fault or read
-a wrong byte. tests/c/test_entries.c checks that the driver's entries match the records.
+The kernel keeps reading all pages that the operations leave alone, and must never fault or read a
+wrong byte. tests/c/test_entries.c checks that the driver's entries match the records.
 
 Needs a CUDA device, torch and the back end stock; skipped otherwise.
 """
@@ -28,7 +28,7 @@ pytestmark = [
 
 PAGE, BLOCK = 64 << 10, 2 << 20
 PAGES = BLOCK // PAGE
-PAIRS = 16  # pairs of blocks: the kernel reads one, the operations change the other
+PAIRS = 16  # pairs of blocks: the kernel reads one block, the operations change the other
 ROUNDS = 2000
 ONES = 0x0101_0101_0101_0101
 
@@ -70,7 +70,7 @@ def run(context: Context, name: str, *args: Any, **options: Any) -> None:
 
 
 def quiet(context: Context, space: Reservation) -> Any:
-    """Populates the even blocks and splits every fourth of them; returns their words' values."""
+    """Populates the even blocks, splitting every fourth; returns the word that fills each page."""
     values = torch.zeros((PAIRS, PAGES, 1), dtype=torch.int64)
     for pair in range(PAIRS):
         at = space.addr + 2 * pair * BLOCK

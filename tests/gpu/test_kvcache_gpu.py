@@ -96,7 +96,7 @@ def spoil(cache: KVCache, reqid: int, length: int) -> None:
 def test_pages_are_reclaimed_and_reused_under_a_running_kernel(
     context: Context, deferred: bool
 ) -> None:
-    """There is memory for one request, so the next gets pages that a kernel is still reading."""
+    """There is memory for only one request, so the next gets pages a kernel is still reading."""
     reader, writer = torch.cuda.Stream(), torch.cuda.Stream()
     length = 6 * ROWS
     with make(context, 6, deferred_reclaim=deferred) as cache:

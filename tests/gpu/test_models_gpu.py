@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Windows, latents, 8-bit rows and FlashInfer, compared with an explicit softmax.
 
-Rows past a length or before a window hold NaN, and memory past the last page is unmapped, so that
-reading one row too many gives a wrong number or a fault. Needs a CUDA device, torch, and a back end
-(cuda, stock) that passes its probe; a kernel that is not available is skipped with the reason.
+Rows past a length or before a window hold NaN, and memory past the last page is unmapped, so
+reading even one row too many gives a wrong number or a fault. Needs a CUDA device, torch, and a
+back end (cuda, stock) that passes its probe; unavailable kernels are skipped, with the reason.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def test_windows(context: Context, kernel: str, window: int) -> None:
 
 
 def test_a_latent(context: Context) -> None:
-    """DeepSeek's latent: 16 query heads over one head of 576 elements, the first 512 as values."""
+    """DeepSeek's latent: 16 query heads, one head of 576 elements with values in the first 512."""
     config = KVCacheConfig(1, 1, 576, "bfloat16", max_batch=6, max_seq_len=512, tensors_per_layer=1)
     for case in CASES:
         with KVCache(config, context) as cache:

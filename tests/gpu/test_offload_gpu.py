@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Our kernel copies scattered pages between plain addresses and host memory.
 
-Needs a CUDA device, torch and Triton; skipped otherwise. CUDA's own copies fault at plain
-addresses, so kernels write and compare the contents.
+Needs a CUDA device, torch and Triton; skipped otherwise. CUDA's own copy functions do
+not accept plain addresses, so the tests write and compare the contents with kernels.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def test_pages_stay_until_their_copy_has_ended(memory: KVMemory) -> None:
 def test_a_kernel_that_cannot_be_launched(
     memory: KVMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """libvmem makes the copies instead, after the steps that were launched earlier."""
+    """libvmem makes the copies instead, after any steps launched before them."""
     page = memory.geometry.page_size
     kv, out, into = both(memory)
     host = HostMemory(BLOCKS * page, locked=True)

@@ -2,8 +2,8 @@
 """Calls are ordered after the stream or event that they are given, with real kernels.
 
 A kernel of about 100 ms precedes the work under test on the stream in question; torch's current
-stream is a different, idle stream. A wrong order causes no fault but wrong contents, so the tests
-compare contents.
+stream is a different, idle stream. The wrong order would not cause a fault, only wrong
+contents, so the tests compare contents.
 
 Needs a CUDA device, torch, and a back end (cuda, stock) that passes its probe; skipped otherwise.
 Streams and events of cuda.core are tested if it is installed.
@@ -47,7 +47,7 @@ class Lane:
     """A stream with work, and the object that identifies it in a call.
 
     Attributes:
-        stream: the stream as a torch object, on which work is launched.
+        stream: the torch stream on which the work is launched.
     """
 
     def __init__(self, kind: str) -> None:
@@ -67,7 +67,7 @@ class Lane:
         return self.kind in STREAMS
 
     def current(self) -> AbstractContextManager[Any]:
-        """Returns a context for the call, in which the lane is torch's current stream if needed."""
+        """Returns a context for the call that makes the lane torch's current stream if needed."""
         here = self.kind in ("none", "CurrentStream")
         return torch.cuda.stream(self.stream) if here else nullcontext()
 
@@ -201,7 +201,7 @@ def test_the_named_stream_waits_for_the_slots_previous_owner(
 ) -> None:
     """Calls step with each kind of lane after each kind of event.
 
-    If the lane is an event, the CPU waits.
+    The CPU waits if the lane is an event, or if the earlier event is an FdEvent.
     """
     length = 4 * ROWS
     with one_slot(context, zero_fill=zero_fill) as cache:

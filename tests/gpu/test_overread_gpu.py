@@ -9,7 +9,7 @@ fault, and outputs that are finite and bitwise equal to those of the same call o
 slots are fully mapped. The exception is torch's scaled_dot_product_attention: repeated calls on the
 same memory sometimes differ in the last bit of a number, so only larger differences count.
 
-VMEM_OVERREAD_SECONDS is the duration for each kernel and back end (60 by default). Needs a CUDA
+VMEM_OVERREAD_SECONDS sets how long each kernel runs on each back end (60 by default). Needs a CUDA
 device, torch, and a back end (cuda, stock) that passes its probe; skipped otherwise.
 FlashAttention-3 is tested if vLLM, flash_attn_interface or $VMEM_FA3 provides it.
 """

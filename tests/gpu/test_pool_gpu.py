@@ -34,7 +34,7 @@ def context(request: pytest.FixtureRequest) -> Iterator[Context]:
 
 
 def change(context: Context, addr: int, size: int, *, grow: bool, dirty: bool = False) -> None:
-    """Maps new pages at `addr`, or unmaps them if `grow` is false, in this thread."""
+    """Maps new pages at `addr` from this thread, or unmaps them if `grow` is false."""
     ops = OpBatch(1)
     if grow:
         ops.populate(addr, size, dirty=dirty)
@@ -109,7 +109,7 @@ def test_free_memory_goes_back(context: Context) -> None:
     slab = max(context.info.slab_size, page)
     assert stats.slab_bytes <= 1.1 * stats.used_bytes + slab
     missing = start - torch.cuda.mem_get_info()[0]
-    # Allow 64 MiB more for the driver's page tables.
+    # Allow another 64 MiB for the driver's page tables.
     assert missing <= 1.1 * stats.used_bytes + slab + (64 << 20)
     for value, (rsv, block) in enumerate(kept):
         assert rsv.read(block * page, page) == bytes([value % 251]) * page

@@ -73,7 +73,7 @@ def test_joining_waits_for_kernels_of_every_stream_and_keeps_the_rows() -> None:
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["step", "step_async"])
 def test_a_small_share_of_mappings_fills_the_memory(ahead: bool) -> None:
-    """Scales an 80 GB GPU with 64 tensors down to 2 GB and 4 tensors, in proportion."""
+    """Scales an 80 GB GPU with 64 tensors to 2 GB and 4, with about as many mappings per GB."""
     slots, pages = 32, 8000
     with (
         Context("stock", granule=PAGE, max_mappings=4 * 1600) as context,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Swapped requests and prefixes are copied by a kernel, or by libvmem if it fails.
+"""Swapped requests and prefixes are copied by a kernel, or by libvmem if the kernel fails.
 
 Needs a CUDA device, torch and Triton; skipped otherwise.
 """
@@ -23,7 +23,7 @@ context = contexts()
 
 
 def rows(cache: KVCache, reqid: int, length: int) -> list[Any]:
-    """Returns copies of a request's rows, made by a kernel: CUDA's copies reject the addresses."""
+    """Copies a request's rows with a kernel, because CUDA's copy functions reject the addresses."""
     every = [one(layer) for layer in range(LAYERS) for one in (cache.k, cache.v)]
     return [one[reqid, :length] + 0 for one in every]
 
@@ -43,7 +43,7 @@ WAYS = ["kernel", "no memory for the pieces", "library"]
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, way: str) -> list[int]:
-    """Makes copies use `way`; returns a list to which each launch appends its size in bytes."""
+    """Makes copies go the given `way`; returns a list that collects each launch's size in bytes."""
     launched = []
     launch = StreamCopies._launch
 

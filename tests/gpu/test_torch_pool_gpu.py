@@ -142,7 +142,7 @@ def test_freed_segments_come_back(context: pyvmem.Context, pool: VMemPool) -> No
     used = context.stats().used_bytes
     assert used >= 64 * MIB
     del a
-    pool._tags["t"].pool = None  # the MemPool keeps its segments as long as it exists
+    pool._tags["t"].pool = None  # the MemPool keeps its segments for as long as it exists
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.synchronize()

@@ -60,7 +60,7 @@ class Builder:
         self._once = _Once()
 
     def tree(self, test: Test) -> Path:
-        """Returns the directory with the modules that a test loads, built if necessary."""
+        """Returns the directory of the modules that a test loads, building them if necessary."""
         words = list(test.tree)
         if test.checked:
             words += ["--kernel-headers", str(self.checked_kernel() / "build")]
@@ -72,7 +72,7 @@ class Builder:
         return self._once.get((*test.tree, str(test.checked)), make)
 
     def programs(self, tree: Path) -> Path:
-        """Returns the directory with the C programs for a tree, built if necessary."""
+        """Returns the directory of the C programs for a tree, building them if necessary."""
         out = BUILD / "c" / tree.name
         command = ["make", "-s", "--no-print-directory", "-C", str(HERE / "c"), f"-j{self._jobs}"]
 
@@ -94,7 +94,7 @@ class Builder:
             self._once.get(("command", *words), make)
 
     def checked_kernel(self) -> Path:
-        """Returns the self-checking kernel's directory, with bzImage and the build directory."""
+        """Returns the directory with the self-checking kernel's bzImage and build directory."""
         script = [sys.executable, str(HERE / "checked_kernel.py")]
         return self._once.get(("checked",), lambda: Path(_output(script).splitlines()[-1]))
 
@@ -112,7 +112,7 @@ def _output(command: list[str]) -> str:
 
 @contextlib.contextmanager
 def child(command: Sequence[str], stderr: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Starts a process that `end_children` terminates together with its own children."""
+    """Starts a process that `end_children` terminates along with all of its children."""
     with subprocess.Popen(
         command,
         cwd=ROOT,

@@ -28,7 +28,7 @@ __all__ = ["main"]
 CONFIG = HERE / "guest" / "checked.config"
 PACKAGE = "linux-source-6.1"
 INSTALLED = Path(f"/usr/src/{PACKAGE}.tar.xz")
-PARTS = ("bzImage", "modules")  # `modules` makes Module.symvers
+PARTS = ("bzImage", "modules")  # `modules` creates Module.symvers
 JOBS = os.cpu_count() or 1
 
 
@@ -63,7 +63,7 @@ def unpacked_source(folder: Path) -> Path:
 
 
 def configure(source: Path, build: Path) -> None:
-    """Regenerates .config if checked.config has changed; checks that all options are accepted."""
+    """Regenerates .config if checked.config has changed; checks that all options were accepted."""
     stamp = build / ".wanted"
     wanted = f"{source}\n{CONFIG.read_text(encoding='utf-8')}"
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:

@@ -72,7 +72,7 @@ def entry_of(test: Test, word: str, output: str) -> dict[str, Any]:
 
 
 def module_digest() -> str:
-    """Returns a SHA-256 over the files of kernel_module that are compiled."""
+    """Returns a SHA-256 digest of the files in kernel_module that are compiled."""
     module = hashlib.sha256()
     for name, content in kernel_files().items():
         module.update(f"{hashlib.sha256(content).hexdigest()}  {name}\n".encode())
@@ -80,7 +80,7 @@ def module_digest() -> str:
 
 
 def commit_of() -> str:
-    """Returns this checkout's commit, with a + if tests or tested files were changed since."""
+    """Returns this checkout's commit, with a + if tests or tested files have changed since."""
     commit = run("git", "-C", ROOT, "rev-parse", "--short=7", "HEAD").strip()
     changed = run("git", "-C", ROOT, "status", "--porcelain", "-uno", "--", *TESTED).strip()
     return commit + ("+" if changed else "")
@@ -120,7 +120,7 @@ def add_to_runs(path: Path, line: dict[str, Any]) -> None:
 
 
 def sources_of(version: str, suite: str | None) -> dict[str, str]:
-    """Returns the modules' sources, and the kernel and compiler that they are built for.
+    """Returns the modules' sources, the kernel they are built for, and the compiler used.
 
     Includes the names of driver files that had to be edited for that kernel.
     """
@@ -147,7 +147,7 @@ def sources_of(version: str, suite: str | None) -> dict[str, str]:
 def add_to_record(
     path: Path, version: str, entries: Sequence[dict[str, Any]], suite: str | None = None
 ) -> None:
-    """Writes a run's entries into a record; each replaces an older entry with the same name.
+    """Writes a run's entries into a record; each replaces any older entry with the same name.
 
     The record's commit and date are those of its last run. Each entry is on its own line, so that a
     diff of two records shows the tests that differ.

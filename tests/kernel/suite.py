@@ -109,7 +109,7 @@ class Result:
 
 
 def run_test(test: Test, builder: Builder, show: bool) -> Result:
-    """Builds and runs a test; with `show`, prints its output as it comes."""
+    """Builds and runs a test; with `show`, prints its output as it arrives."""
     start = time.monotonic()
     try:
         if not test.command and not test.program:
@@ -153,7 +153,7 @@ def verdict(test: Test, status: int, report: dict[str, Any], output: str) -> str
 
 
 def select(tests: list[Test], patterns: list[str], long: bool) -> list[Test]:
-    """Returns the tests that match. A long test is included if it is named."""
+    """Returns the tests that match; without patterns, all tests, but long ones only if `long`."""
     if not patterns:
         return [test for test in tests if long or not test.long]
     found = [t for t in tests if any(fnmatch.fnmatch(t.name, pattern) for pattern in patterns)]
@@ -181,7 +181,7 @@ def with_parameters(tests: list[Test], given: list[str]) -> list[Test]:
 def run_all(
     tests: list[Test], builder: Builder, jobs: int, show: bool, done: Callable[[Result], None]
 ) -> list[Result]:
-    """Runs tests in parallel, and prints each test's line when it ends.
+    """Runs tests in parallel, and prints a line for each test as it finishes.
 
     If the suite is terminated, running tests are killed and have no result.
     """
@@ -204,9 +204,9 @@ def run_all(
 
     pool = ThreadPoolExecutor(jobs)
     try:
-        # Two tests that wait for the same tree would leave a processor idle. So a test is queued
-        # only when its tree is built, and other trees are tested meanwhile. Tests with the longest
-        # time limits start first, so that none of them is left for the end.
+        # If two tests waited for the same tree, a processor would sit idle. So a test is queued
+        # only once its tree is built, and tests of other trees run in the meantime. Tests with the
+        # longest time limits start first, so that none of them is left for the end.
         waiting: dict[tuple[tuple[str, ...], bool], list[Test]] = {}
         for test in sorted(tests, key=lambda one: -one.timeout):
             waiting.setdefault((base_tree(test), test.checked), []).append(test)

@@ -17,7 +17,7 @@ HEADER = (MODULE / "uvm_vmem_ioctl.h").read_text(encoding="utf-8")
 CODE = re.sub(r"/\*.*?\*/", "", HEADER, flags=re.DOTALL)
 PROGRAMS = ROOT / "tests" / "kernel" / "c"
 
-# Kinds of GPU that the software GPU cannot imitate.
+# Kinds of GPU that the software GPU cannot emulate.
 NOT_PLAYED = {
     "UVM_VMEM_GPU_CONFIDENTIAL",
     "UVM_VMEM_GPU_NO_64K",
@@ -41,7 +41,7 @@ def errnos() -> set[str]:
 
 
 def structs() -> dict[str, list[str]]:
-    """Returns the names of the commands' structs, each with its fields."""
+    """Maps the name of each command's struct to its fields."""
     found = {}
     for match in re.finditer(r"^struct (uvm_vmem_\w+) \{(.*?)^\};", CODE, re.DOTALL | re.MULTILINE):
         found[match[1]] = re.findall(r"(\w+)(?:\[\w+\])?;", match[2])
@@ -93,7 +93,7 @@ def test_the_limits_are_the_modules_parameters() -> None:
 
 
 def test_the_library_knows_each_refusal_and_errno() -> None:
-    """Every refusal of the kernel has a message in libvmem."""
+    """Every refusal by the kernel has a message in libvmem."""
     source = (ROOT / "libvmem" / "src" / "backend" / "uvm" / "ioctl.c").read_text(encoding="utf-8")
     refusals = set(re.findall(r"\b(UVM_VMEM_GPU_\w+)\b", CODE)) - {"UVM_VMEM_GPU_OK"}
     assert refusals == set(re.findall(r"\[(UVM_VMEM_GPU_\w+)\] = ", source))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tests that kernel_check reports only warnings and findings in our files."""
+"""Tests that kernel_check reports only those warnings and findings that are in our files."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def test_a_kernel_is_unpacked_with_its_compiler(area: type[Area], parts: bool) -
     assert (root / "boot" / f"vmlinuz-{RELEASE}").read_text() == "the image"
     if parts:
         assert (root / "lib/modules" / RELEASE / "kernel/x.ko").is_file()
-    # The compiler comes from the kernel's own release, whatever this system has.
+    # The compiler comes from the kernel's own release, regardless of what this system has.
     assert "gcc-77 of trixie" in area.asked
     assert headers.compiler() == "x86_64-linux-gnu-gcc-77"
     subprocess.run(headers.with_tools(headers.compiler()), check=True)

@@ -391,5 +391,5 @@ def test_a_mutant_is_applied_to_our_files_alone(
 
 @pytest.mark.parametrize("mutant", sorted(path.stem for path in MUTANTS.glob("*.patch")))
 def test_every_mutant_applies(mutant: str) -> None:
-    """Otherwise, a comment changed in a patch's context would break only the mutant's build."""
+    """Otherwise, editing a comment in a patch's context would break only the mutant's build."""
     assert kernel_files(mutant) != kernel_files()

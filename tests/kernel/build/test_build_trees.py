@@ -29,7 +29,7 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def headers(tmp_path: Path) -> KernelHeaders:
-    """A kernel's build directory as in Debian; its Makefile includes the sources' Makefile."""
+    """A kernel build directory like Debian's: its Makefile includes the sources' Makefile."""
     folder = tmp_path / "headers"
     (folder / "include" / "generated").mkdir(parents=True)
     (folder / "include" / "config").mkdir()

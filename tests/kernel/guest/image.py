@@ -64,14 +64,14 @@ class _Staging:
         self.size = self.count = 0
 
     def place(self, path: Path) -> Path:
-        """Maps a path on this machine into the directory; /lib is /usr/lib on merged systems."""
+        """Maps a path on this machine into the directory; on merged systems, /lib is /usr/lib."""
         parts = path.parts[1:]
         if parts and parts[0] in MERGED and Path("/", parts[0]).is_symlink():
             parts = (*Path("/", parts[0]).resolve().parts[1:], *parts[1:])
         return self.folder.joinpath(*parts)
 
     def add(self, path: Path) -> None:
-        """Adds a file, or a link with its target."""
+        """Adds a file, or a link along with its target."""
         new = self.place(path)
         if os.path.lexists(new):
             return
@@ -97,7 +97,7 @@ class _Staging:
 
 
 def python_image(cache: Path) -> Path:
-    """Returns this environment's image, built if necessary, and deletes older images."""
+    """Returns this environment's image, building it if necessary, and deletes older images."""
     if not PYTHON.exists():
         raise GuestError(f"no {PYTHON.relative_to(ROOT)}: run `make setup`")
     asked = [PYTHON, HERE / "python_files.py", *DISTRIBUTIONS]
@@ -165,14 +165,14 @@ def _make(found: dict[str, list[str]], folder: Path, image: Path) -> None:
 
 
 def _shared_libraries(folder: Path) -> list[Path]:
-    """Returns the libraries that the programs and libraries below a directory are linked with."""
+    """Returns the libraries that programs and libraries below a directory are linked against."""
     elf = []
     for parent, _, files in os.walk(folder):
         for path in (Path(parent, one) for one in files):
             if not path.is_symlink() and (os.access(path, os.X_OK) or ".so" in path.name):
                 with open(path, "rb") as file:
                     if file.read(4) == b"\x7fELF":
-                        # $ORIGIN-relative paths must resolve as on this machine.
+                        # $ORIGIN-relative paths must resolve as they do on this machine.
                         elf.append(str(Path("/", path.relative_to(folder))))
     said = subprocess.run(["ldd", *sorted(elf)], capture_output=True, text=True, check=False)
     found = re.findall(r"(?:=> |^\t)(/\S+) \(0x", said.stdout, re.MULTILINE)
@@ -180,7 +180,7 @@ def _shared_libraries(folder: Path) -> list[Path]:
 
 
 def layer(root: Initramfs, prefix: str) -> None:
-    """Adds the project's current files at their own paths below a prefix."""
+    """Adds the project's current files below a prefix, keeping their absolute paths."""
     listed = subprocess.check_output(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT
     )

@@ -25,7 +25,7 @@ class Initramfs:
         self._entries: dict[str, tuple[int, Path | bytes, int]] = {}
 
     def folder(self, name: str) -> None:
-        """Adds a directory and its missing parents."""
+        """Adds a directory and any missing parents."""
         for path in reversed((PurePosixPath(name), *PurePosixPath(name).parents)):
             if str(path) != "/":
                 self._entries.setdefault(str(path), (stat.S_IFDIR | 0o755, b"", 0))

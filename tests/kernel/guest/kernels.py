@@ -36,9 +36,9 @@ def kernel_for(tree: Path | None, build: Path) -> Path:
 
 
 def own_modules(kernel: Path, names: Iterable[str], cache: Path) -> list[Path]:
-    """Returns some of a kernel's modules and their dependencies, in an order in which they load.
+    """Returns the named modules of a kernel and their dependencies, in the order to load them.
 
-    Missing modules are skipped: they are built in, or the code that needs them will fail.
+    Missing modules are skipped: either they are built in, or the code that needs them will fail.
     """
     release = kernel.name.removeprefix("vmlinuz-")
     folder = kernel.resolve().parent.parent / "lib" / "modules" / release / "kernel"

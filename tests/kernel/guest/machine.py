@@ -25,9 +25,9 @@ __all__ = ["Machine", "Outcome", "GuestError"]
 
 HERE = Path(__file__).resolve().parent
 QEMU = "qemu-system-x86_64"
-# All features that QEMU supports except 57-bit user addresses: drivers usually see 47 bits.
+# Everything QEMU supports except 57-bit user addresses, because drivers usually see 47 bits.
 PROCESSOR = "max,la57=off"
-# no_timer_check: on a busy host the timer that the kernel would check is late.
+# no_timer_check: on a busy host, the timer can be too late for the kernel's check.
 COMMAND_LINE = (
     "console=ttyS0 quiet panic=-1 oops=panic printk.devkmsg=on no_timer_check watchdog_thresh=60"
     " rcupdate.rcu_cpu_stall_timeout=120"
@@ -35,7 +35,7 @@ COMMAND_LINE = (
 # A kernel that has not started its first program after this many seconds is considered hung. On a
 # busy host, booting that far usually takes 10 seconds.
 UP_TIME = 90.0
-# Seconds before the time limit at which a hung run shows where it hangs.
+# How many seconds before the time limit a hung run shows where it hangs.
 LAST_WORDS = 10.0
 
 
@@ -130,7 +130,7 @@ class _Run:
         self._output.end()
 
     def limit(self, timeout: float) -> float:
-        """Returns the time limit of the stage that the guest has reached, in seconds from start."""
+        """Returns the time limit for the stage the guest has reached, in seconds from the start."""
         return timeout if self.words else min(UP_TIME, timeout)
 
     def failures(self) -> list[str]:

@@ -34,7 +34,7 @@ VENDOR = ("nvidia-", "triton", "cuda-")
 
 
 def distributions(names: list[str]) -> list[importlib.metadata.Distribution]:
-    """Returns the named distributions and their dependencies, as far as they are installed."""
+    """Returns those of the named distributions and their dependencies that are installed."""
     found: dict[str, importlib.metadata.Distribution] = {}
     todo, seen = list(names), set()
     while todo:

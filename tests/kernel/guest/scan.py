@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 __all__ = ["LogScan"]
 
-# One alternative per line; the comment names what prints such lines.
+# One alternative per line; the comments say what prints such lines.
 SUSPECT = re.compile(
     "|".join(
         (
@@ -62,7 +62,7 @@ class LogScan:
         self.left_out = 0
 
     def line(self, text: str) -> bool:
-        """Returns true if a line reports a failure, and collects it."""
+        """Collects a line if it reports a failure; returns whether it does."""
         if not SUSPECT.search(text) or any(one.search(text) for one in self._allowed):
             return False
         if len(self.findings) < self.MOST:

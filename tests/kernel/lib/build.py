@@ -68,7 +68,7 @@ def stale(target: Path, sources: Iterable[Path]) -> bool:
 
 
 def compiler() -> list[str]:
-    """Returns the C compiler's command with the common flags."""
+    """Returns the C compiler command with the common flags."""
     return ["gcc", *FLAGS, *(f"-I{ROOT / folder}" for folder in INCLUDES)]
 
 

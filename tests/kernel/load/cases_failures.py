@@ -18,7 +18,7 @@ TOOLS = Path("/tmp/tools")
 
 
 def with_tool(name: str, script: str) -> Callable[[], None]:
-    """Returns a function that replaces one of kmod's programs for the program under test."""
+    """Returns a function that makes the program under test run a script in place of a kmod tool."""
     TOOLS.mkdir(exist_ok=True)
     for old in TOOLS.iterdir():
         old.unlink()
@@ -87,7 +87,7 @@ def module_does_not_start(machine: Machine) -> None:
 
 
 def node_cannot_be_made(machine: Machine) -> None:
-    """There is a directory in place of the device node."""
+    """A directory occupies the device node's path."""
     for name in ("nvidia-uvm", "nvidia-uvm-tools"):
         Path("/dev", name).unlink()
     Path("/dev/nvidia-uvm").mkdir()
@@ -140,7 +140,7 @@ def killed_in_the_selftest(machine: Machine) -> None:
 
 
 def killed_between_the_modules(machine: Machine) -> None:
-    """If a load is killed between the modules, unload or a failing load restores the stock one."""
+    """A load is killed after unloading the stock module; unload or a failing load restores it."""
     script = '[ -d /sys/module/nvidia_uvm ] && exec /usr/sbin/insmod "$@"; kill -9 $PPID; exit 1'
     for undo in (machine.unload, lambda: machine.load(selftest="false")):
         words = ("load", "--module", str(machine.ours), "--selftest", "true")

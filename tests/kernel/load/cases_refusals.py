@@ -21,7 +21,7 @@ SYMBOL = "nvUvmInterfaceRegisterGpu"
 
 
 def refused(machine: Machine, path: Path, *patterns: str) -> None:
-    """Checks that a load is refused, for the expected reason only, and that nothing is changed."""
+    """Checks that a load is refused for the expected reason alone, and that nothing has changed."""
     before = machine.system.source_version("nvidia_uvm")
     outcome = machine.load(module=path)
     outcome.expect(1, "refused; nothing was changed", *patterns)
@@ -95,7 +95,7 @@ def other_symbol_versions(machine: Machine) -> None:
 
 
 def kernel_refuses_other_symbol_versions(machine: Machine) -> None:
-    """Shows why the refusal above exists: the kernel would refuse only after UVM is unloaded."""
+    """Shows why the refusal above exists: the kernel itself refuses only once UVM is unloaded."""
     other_crc(machine.ours, EDITED, SYMBOL)
     machine.run("rmmod", "nvidia_uvm").expect(0)
     machine.run("insmod", str(EDITED)).expect(1, "could not insert module")

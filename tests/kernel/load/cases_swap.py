@@ -76,7 +76,7 @@ def persistence_daemon_does_not_count(machine: Machine) -> None:
 
 
 def selftest_decides_on_the_patched_module(machine: Machine) -> None:
-    """The self-test runs when the module and the nodes exist."""
+    """The self-test runs once the module is loaded and its nodes exist."""
     test = 'sh -c "ls /sys/module/nvidia_uvm/parameters/uvm_vmem_* && test -c /dev/nvidia-uvm"'
     machine.load(selftest=test).expect(0, "/parameters/uvm_vmem_")
 

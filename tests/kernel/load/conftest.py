@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def lay(tmp_path: Path) -> Lay:
     """Returns a function that creates the usual machine, with some files changed or removed.
 
-    A content of None removes the file.
+    A file whose content is None is removed.
     """
 
     def make(changes: dict[str, str | bytes | None] | None = None) -> System:
@@ -68,7 +68,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory, headers: KernelHeaders) 
 
 @pytest.fixture
 def machine(tmp_path: Path, installed: Path, headers: KernelHeaders) -> System:
-    """A machine on which the driver is installed as by Debian's package, but not loaded."""
+    """A machine with the driver installed the way Debian's package does it, but not loaded."""
     modules = tmp_path / "root/lib/modules" / headers.release / "updates/dkms"
     modules.mkdir(parents=True)
     shutil.copyfile(installed / "nvidia.ko", modules / "nvidia-current.ko")

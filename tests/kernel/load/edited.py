@@ -29,7 +29,7 @@ def entry_of(image: bytes, symbol: str) -> int:
 
 
 def other_crc(module: Path, new: Path, symbol: str) -> Path:
-    """Creates a module that requires another version of one symbol."""
+    """Creates a module that requires a different version of one symbol."""
     image = bytearray(module.read_bytes())
     at = entry_of(bytes(image), symbol)
     crc = struct.unpack_from("<Q", image, at)[0]

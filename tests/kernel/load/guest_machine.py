@@ -66,7 +66,7 @@ class Machine:
     # Setting up
 
     def run(self, *words: str, env: dict[str, str] | None = None) -> Outcome:
-        """Runs a program and waits until it ends."""
+        """Runs a program and waits for it to finish."""
         done = subprocess.run(
             words,
             env={**os.environ, **(env or {})},
@@ -102,7 +102,7 @@ class Machine:
         self.run("depmod", "-a", self.release).expect(0)
 
     def debian(self, **more: str) -> None:
-        """Installs the usual modules, and `more` from /load, keyed by new name without .ko."""
+        """Installs the usual modules, plus `more`: new names, without .ko, for files in /load."""
         files = {
             "nvidia-current-open.ko": "nvidia.ko",
             "nvidia-current-open-uvm.ko": "stock.ko",
@@ -111,7 +111,7 @@ class Machine:
         self.lay_out(files)
 
     def start_driver(self, uvm: bool = True) -> None:
-        """Loads the driver as at boot, and creates its nodes."""
+        """Loads the driver as a boot would, and creates its nodes."""
         self.run("modprobe", "nvidia-uvm" if uvm else "nvidia").expect(0)
         majors = {name: number for number, name in self.system.device_majors().items()}
         major = majors.get("nvidia", majors.get("nvidia-frontend", 195))
@@ -122,7 +122,7 @@ class Machine:
                 self.node(Path("/dev") / name, majors["nvidia-uvm"], minor)
 
     def node(self, path: Path, major: int, minor: int, mode: int = 0o666) -> None:
-        """Creates a device node in place of any old node."""
+        """Creates a device node, replacing any existing one."""
         self.changed = True
         path.unlink(missing_ok=True)
         os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(major, minor))
@@ -169,12 +169,12 @@ class Machine:
         return Running(pid, reading)
 
     def load(self, *arguments: str, selftest: str = "true", module: Path | None = None) -> Outcome:
-        """Acts like `make load` with the given self-test command."""
+        """Does what `make load` does, with the given self-test command."""
         path = str(module or self.ours)
         return self.swap("load", "--module", path, "--selftest", selftest, *arguments)
 
     def unload(self) -> Outcome:
-        """Acts like `make unload`."""
+        """Does what `make unload` does."""
         return self.swap("unload")
 
     # State

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Makes a call into the software GPU's nvidia.ko fail once (SOFTGPU_INJECT of softgpu.h)."""
+"""Makes a call into the software GPU's nvidia.ko fail once (SOFTGPU_INJECT in softgpu.h)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def constant(pattern: str) -> int:
 
 @contextmanager
 def failing_call(name: str) -> Iterator[None]:
-    """Makes the next call with this name fail within the context, in whichever process."""
+    """Makes the next call to this function within the context fail, whichever process makes it."""
     length = constant(r"^#define SOFTGPU_NAME_BYTES (\d+)")
     kind = constant(r"^#define SOFTGPU_IOCTL_TYPE '?(\w+)'?")
     number = constant(r"_IOW\(SOFTGPU_IOCTL_TYPE, (\d+), struct softgpu_inject\)")

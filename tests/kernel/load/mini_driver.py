@@ -116,7 +116,7 @@ def write_driver(
 
 
 def make_driver(tree: Path, source: Path, build: Path) -> None:
-    """Builds both modules of a driver source, as for an installed driver."""
+    """Builds both modules of a driver source, to stand in for an installed driver."""
     command = ["make", "modules", f"SYSSRC={source}", f"SYSOUT={build}"]
     command.append("NV_KERNEL_MODULES=nvidia nvidia-uvm")
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)

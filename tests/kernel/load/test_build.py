@@ -83,7 +83,7 @@ def test_another_driver_is_noticed(
     built = read_module(build_uvm(staged, headers.build, headers.source, another))
     (reason,) = wrong_symbols(built, nvidia)
     assert "linked against another nvidia.ko" in reason
-    # Rebuilt for the right nvidia.ko, the tree does not keep the earlier build's versions.
+    # Rebuilt for the right nvidia.ko, the tree keeps nothing of the earlier build's versions.
     built = read_module(build_uvm(staged, headers.build, headers.source, nvidia))
     assert wrong_symbols(built, nvidia) == []
 

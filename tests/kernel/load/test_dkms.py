@@ -33,7 +33,7 @@ def modules_of(machine: System) -> set[str]:
     return {path.name for path in (machine.root / "lib/modules").rglob("*.ko*")}
 
 
-# A DKMS package like that of Debian's driver. In alphabetical order, ours would come first.
+# A DKMS package like the one for Debian's driver. In alphabetical order, ours would come first.
 OTHER = "nvidia-workstation"
 DRIVER_CONF = """\
 PACKAGE_NAME="{name}"
@@ -99,7 +99,7 @@ def test_a_distributions_package_has_the_rule_itself(
 def test_dkms_after_the_driver_was_upgraded(
     machine: System, dkms: Dkms, staged: Path, headers: KernelHeaders, tmp_path: Path
 ) -> None:
-    """A package for an older driver does not build, and leaves no files."""
+    """A package for an older driver does not build, and leaves no files behind."""
     (nvidia,) = (machine.root / "lib/modules").rglob("nvidia-current.ko")
     content = nvidia.read_bytes()
     nvidia.write_bytes(content.replace(b"version=535.261.03", b"version=535.261.99"))

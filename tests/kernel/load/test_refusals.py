@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tests each reason to refuse a load, as the only fault of an otherwise good machine."""
+"""Tests each reason for refusing a load on a machine with nothing else wrong."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ BOOT_ON = b"\x06\0\0\0\x01"
 
 @pytest.fixture(autouse=True)
 def tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fixed table of tested combinations, independent of the current one."""
+    """A fixed table of tested combinations, independent of the real one."""
     table = {"6.1": {"535.261.03": "one.json", "580.142": "two.json"}}
     monkeypatch.setattr(module_refuse, "tried_table", lambda: table)
 
@@ -189,7 +189,7 @@ def test_never_tried(lay: Lay, release: str, version: str, word: str, reason: st
 
 
 def test_another_version_of_a_branch_that_ran(lay: Lay) -> None:
-    """580.95.05 is in series.json; another version of its branch, 580.142, was run."""
+    """580.95.05 is in series.json, and 580.142, another version of its branch, was tested."""
     version = {"version": ["580.95.05"]}
     module, nvidia = (replace(one, info={**one.info, **version}) for one in (OURS, NVIDIA))
     machine = lay({"sys/module/nvidia/version": "580.95.05\n"})

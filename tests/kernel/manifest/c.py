@@ -10,7 +10,7 @@ from manifest.entry import DELAYS, Test
 
 __all__ = ["BUILTIN_NOISE", "KILLED", "PROGRAMS", "TESTS"]
 
-# Log lines about a GPU that the test makes fail.
+# Log lines about a GPU that the test deliberately makes fail.
 FAILING_GPU = (
     r"nvidia-uvm: (.*(ERROR|Fatal)|vmem: process)",
     r"softgpu: error: .* freed while .* live entries",
@@ -70,8 +70,8 @@ PROGRAMS = [
     Test(name="failnth", program="failnth", uvm_args=TABLES_IN_GPU, timeout=300),
 ]
 
-# The debug build detects all that the release build does, and also checks UVM's asserts and lock
-# orders, so `make test` runs each program once, in the debug build. Programs that depend on the
+# The debug build detects everything that the release build does, and also checks UVM's asserts and
+# lock order, so `make test` runs each program once, in the debug build. Programs that depend on the
 # page table format or on the driver's speed also run in the release build and on the other
 # architecture. The long run covers all programs in both builds.
 BOTH = ("async", "basic")
@@ -198,8 +198,8 @@ BUILTIN = [
 ]
 
 # failnth does not run in the debug build: UVM's lock checker allocates memory itself, and asserts
-# if that fails. `suspended` is left out: uvm_resume takes the global lock while it holds those that
-# uvm_suspend took; UVM hides that from its own lock checker, but not from lockdep.
+# if that fails. `suspended` is left out: uvm_resume takes the global lock while holding the locks
+# that uvm_suspend took; UVM hides that from its own lock checker, but not from lockdep.
 # `address_spaces_come_back` is left out: KASAN keeps freed memory for a while, and the slab
 # statistics count it as in use.
 LEFT_OUT = {

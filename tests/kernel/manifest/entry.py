@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 __all__ = ["DELAYS", "DRIVER", "Test"]
 
-# The driver version on which all tests run. Other versions are built, and run some of the tests.
+# The driver version on which all tests run. Other versions are built, and run only some tests.
 DRIVER = "535.261.03"
 # Software GPU parameter for debug builds: delays each push by up to 200 us.
 DELAYS = "delay_us=200"
@@ -19,9 +19,9 @@ class Test:
     """One boot of a guest: which modules on which software GPUs, and the command to run.
 
     `program` is a C program of tests/kernel/c, with `args`; `command` is any other command of the
-    guest. With neither, the tree is only built. Exit status 0 means passed, 77 skipped, with the
-    last line of the output as the reason. Any other status is a failure, and so is a line in the
-    kernel's log that tests/kernel/run.py reports.
+    guest. With neither, the tree is only built. Exit status 0 means passed; 77 means skipped, and
+    the last line of the output gives the reason. Any other status is a failure, and so is a line in
+    the kernel's log that tests/kernel/run.py reports.
 
     `caught`, for a driver with a deliberate bug, inverts this: the test passes if the command or
     the log check fails (but not on a timeout), and the output matches this expression.

@@ -18,8 +18,8 @@ __all__ = ["TESTS", "kernel_tests"]
 DEBIAN = (("trixie", "550.163.01"),)
 # Suites whose kernel has DEVICE_PRIVATE, and so HMM.
 WITH_HMM = ("trixie-backports",)
-# A version counts as tested on a kernel if all tests in EACH passed with these. The short run
-# already contains most tests of the debug build.
+# A version counts as tested on a kernel once all tests in EACH have passed with these architectures
+# and builds. The short run already contains most tests of the debug build.
 COUNTED = (("hopper", "release"), ("hopper", "debug"))
 
 

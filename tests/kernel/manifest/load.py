@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Acts as a user does: `make module` for the software GPU's nvidia.ko, then loads of every kind."""
+"""Does what a user does: `make module` for the software GPU's nvidia.ko, then each kind of load."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ TESTS = [
     mutant("user_of_the_moment", "bounds", ["whose_limit"], r"effective is 0"),
     mutant("root_cgroup_counts", "bounds", ["whose_limit"], r"error is 0 .*EDQUOT"),
     mutant("overlap_not_checked", "abi_matrix", ["bind_overlaps"], r"should be Invalid argument"),
-    # Bugs that concurrent GPU work would see.
+    # Bugs that work running on the GPU at the same time would notice.
     mutant("big_by_neighbour", "gap", ["parts_in_big"], r"gap at .* becomes nothing"),
     mutant("neighbour_cleared", "gap", ["parts"], r"gap at .* becomes nothing"),
     mutant("cut_unasked", "gap", ["refused_without_cut"], r"not -98|gap at"),

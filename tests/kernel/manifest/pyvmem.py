@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""libvmem and pyvmem on the patched driver: the tests of both suites that need no CUDA."""
+"""libvmem and pyvmem on the patched driver: the tests from both suites that do not need CUDA."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _suite(name: str, tests: tuple[str, ...], **options: object) -> Test:
 
 
 def _python(name: str, words: str, **options: object) -> Test:
-    """Returns a test of a command on the disk image, with the extension for the software GPU."""
+    """Returns a test that runs a command on the disk image, with pyvmem for the software GPU."""
     values: dict[str, object] = {
         "name": f"pyvmem-{name}",
         "command": ["sh", "-c", f"cp /test/_vmem.abi3.so pyvmem/ && {words}"],
