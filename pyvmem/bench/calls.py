@@ -190,8 +190,8 @@ def run(setting: Setting, part: Part, deadline: Deadline) -> None:
         return
     costs = setting.overhead("cumem")
     for op, samples in theirs.book.items():
-        # The more expensive the empty call, the faster the baseline looks, so set_access and
-        # map_access subtract the most expensive one, which also converts the descriptor.
+        # The Python overhead subtracted here makes cuMem look faster. For set_access and
+        # map_access it includes converting the access descriptor, in cuMem's favor.
         cost = {"set_access": costs.refused, "map_access": costs.each + costs.refused}
         page = 0 if op in ("reserve", "free") else theirs.page
         _add(part, op, "cumem", page, samples, cost.get(op, costs.each))

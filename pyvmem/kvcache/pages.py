@@ -234,7 +234,7 @@ class Span:
     def split(self, units: int, missing: int = 0) -> tuple[Span, Span]:
         """Splits the span after the first `units` sharing units; called by `PrefixTree`.
 
-        `missing` is the number of pages at the start that are not in this span because they left a
+        `missing` is how many of the first pages this span lacks because they have left a sliding
         window.
         """
         return self.part(max(0, units * self.unit_pages - missing))

@@ -279,7 +279,7 @@ class LocalRank:
         return self._try(lambda: self.memory.grow(runs)), self.memory.free()
 
     def join(self, name: str, unique: bool, terms: dict[str, int]) -> None:
-        """Opens an account for this rank's device, for a scheduler on another machine."""
+        """Joins this device's ledger on behalf of a scheduler that runs on another machine."""
         folder = Settings.read().folder
         self.memory.account = join_device(self.device(), folder, name, unique=unique, **terms)
 

@@ -109,7 +109,7 @@ WAYS = {
 
 @contextmanager
 def stale(backend: str, way: str) -> Iterator[tuple[KVCache, FdEvent]]:
-    """Yields a cache whose slot 0 has just been taken and still has pages of its earlier owner."""
+    """Yields a cache whose slot 0 has just been taken and still has its previous owner's pages."""
     make, options = WAYS[way]
     with ExitStack() as stack:
         context = stack.enter_context(open_context(backend))

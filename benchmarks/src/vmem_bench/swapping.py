@@ -100,7 +100,7 @@ class Blocks:
 
 
 class _Length:
-    """Measures each way for requests of one length."""
+    """Measures every way of swapping, for requests of one length."""
 
     def __init__(self, command: Command, part: Part, model: Decoder, tokens: int) -> None:
         self.command, self.part, self.model, self.tokens = command, part, model, tokens
