@@ -387,11 +387,11 @@ class Fleet:
             WrongResult: it runs a different scheduler.
         """
         scheduler = said["scheduler"]
-        if plan.elastic:
-            self.command.record.options.setdefault("pages", {})[name] = said["page"]
         self.command.show(f"{name}: ready, scheduler {scheduler}")
         if ("Elastic" in scheduler) != plan.elastic:
             raise WrongResult(f"the engine {name} runs the scheduler {scheduler}")
+        if plan.elastic:
+            self.command.record.options.setdefault("pages", {})[name] = said["page"]
 
     def _program(self, plan: Plan) -> tuple[list[str], dict[str, str]]:
         """Returns the command line and environment of an engine's process."""
